@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.section import Section
@@ -97,6 +98,7 @@ def entries(section: type[BaseModel]) -> Iterator[KeyEntry]:
         schema = _properties(owner)[key[-1]]
         # as JSON has it: a default of a user's model may be of a type that no TOML has
         default = schema.get("default", field.get_default(call_default_factory=True))
+        default = to_jsonable_python(default, fallback=str)
         shown = "none, it must be given" if field.is_required() else as_toml(default)
         yield KeyEntry(
             ".".join(key),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from meshwright.datasets.conversations import Conversation, Document
 from meshwright.datasets.tokenizers.kinds import Tokenizer
-from meshwright.datasets.tokenizers.special_tokens import PATH_KEY
+from meshwright.datasets.tokenizers.special_tokens import NAME_KEY, PATH_KEY
 from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
 from meshwright.system.modules import describe_error, file_of
 
@@ -93,8 +93,9 @@ class Encoder:
             raise
         except BaseException as error:  # of the user's code; or a panic of Rust
             where = f"the tokenizer fails on a text that starts with {text[:40]!r}"
-            what = f"{PATH_KEY}: {where}: {self._describe(error)}"
-            raise RecordError(PATH_KEY, what) from None
+            is_ours = type(self._tokenizer).__module__.startswith("meshwright.")
+            key = PATH_KEY if is_ours else NAME_KEY
+            raise RecordError(key, f"{key}: {where}: {self._describe(error)}") from None
 
     def _encode_conversation(self, document: Conversation) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation, and for each whether loss counts on it."""
@@ -111,7 +112,7 @@ class Encoder:
             raise
         except BaseException as error:
             what = f"{document.place}: the tokenizer's encode_conversation: {self._describe(error)}"
-            raise RecordError(PATH_KEY, f"{PATH_KEY}: {what}") from None
+            raise RecordError(NAME_KEY, f"{NAME_KEY}: {what}") from None
         return ids, counts
 
     def _describe(self, error: BaseException) -> str:

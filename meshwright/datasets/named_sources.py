@@ -149,7 +149,7 @@ def check_files(entry: SourceEntry, max_bad_records: int = 0) -> None:
     if spec is None or not source.dataset_path:
         return
     if spec.path == "required":
-        spec.files(entry)
+        spec.listed(entry)
     elif not Path(source.dataset_path).exists():
         fix = errors.where_it_ends(source.dataset_path)
         raise entry.error("dataset_path", "no such file or folder", fix)

@@ -34,7 +34,8 @@ from meshwright.datasets.rows import (
 from meshwright.datasets.storage import stat
 from meshwright.datasets.sympy_source import open_sympy, sympy_files
 from meshwright.datasets.tables import Row
-from meshwright.system.errors import PASSED_ON, ConfigError, first_line
+from meshwright.system.errors import PASSED_ON, ConfigError, StorageError, first_line
+from meshwright.system.modules import describe_error, file_of
 from meshwright.system.retries import may_pass
 
 if TYPE_CHECKING:
@@ -68,13 +69,30 @@ class DatasetSpec:
         """Whether it is a dataset of the Hugging Face hub, or a local copy of one."""
         return self.path == "optional"
 
-    def find(self, entry: SourceEntry) -> list[DataFile]:
-        """Return its files as they are now."""
-        given = self.files(entry)
+    def listed(self, entry: SourceEntry) -> list[DataFile]:
+        """Return its files, as its function gives them; `ConfigError` if that fails."""
+        try:
+            given = self.files(entry)
+        except (ConfigError, StorageError, *PASSED_ON):
+            raise
+        except BaseException as error:  # of the user's function
+            what = f"its function `files` raises {describe_error(error, file_of(self.files))}"
+            fix = "correct it; docs/extending.md has an example"
+            raise entry.error("dataset", what, fix) from error
         if isinstance(given, str) or not isinstance(given, Iterable):
             rule = f"its function `files` returns {given!r}, and no list of paths"
             raise entry.error("dataset", rule, "return a list")
-        files = [file if isinstance(file, DataFile) else DataFile(file) for file in given]
+        try:
+            return [
+                one if isinstance(one, DataFile) else DataFile(os.fsdecode(one)) for one in given
+            ]
+        except TypeError:
+            rule = f"its function `files` returns {given!r:.60}, of which not all are paths"
+            raise entry.error("dataset", rule, "return a list of them") from None
+
+    def find(self, entry: SourceEntry) -> list[DataFile]:
+        """Return its files as they are now."""
+        files = self.listed(entry)
         return [stat(f.path) if f.size < 0 and os.path.exists(f.path) else f for f in files]
 
 

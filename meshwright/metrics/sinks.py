@@ -18,6 +18,7 @@ Record = dict[str, float | int]
 """`step`, and the metrics of that step; docs/monitoring.md explains each name."""
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes one record per logged step."""
 

@@ -281,7 +281,9 @@ class SummedLoss:
             )
         of_logits = torch.zeros_like(whole) if of_logits is None else of_logits
         # a row without a label may have given no number
-        of_logits.masked_fill_(~is_counted.unsqueeze(1), 0.0)
+        for gradient in (of_logits, of_states):
+            if gradient is not None:
+                gradient.masked_fill_(~is_counted.unsqueeze(1), 0.0)
         logits.copy_(of_logits[:, first : first + logits.shape[1]])
         return losses.detach().where(is_counted, 0.0), of_states
 

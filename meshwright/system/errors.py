@@ -236,11 +236,17 @@ def as_toml(value: object) -> str:
         # an absent key is the only word of TOML for None
         given = {_as_key(key): as_toml(one) for key, one in value.items() if one is not None}
         return f"{{{', '.join(f'{key} = {one}' for key, one in given.items())}}}"
+    if isinstance(value, str) and "\\" in repr(value):  # TOML has other escapes
+        import tomli_w  # here: little text needs it
+
+        return tomli_w.dumps({"text": value})[7:-1]
+    if value is None:
+        return "absent"
     return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _as_key(key: object) -> str:
-    return str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else repr(key)
+    return str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else as_toml(str(key))
 
 
 def first_line(error: BaseException) -> str:

@@ -19,10 +19,12 @@ from meshwright.metrics.profiling import Profiler
 from meshwright.metrics.reporter import SinkWriter
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.system.errors import ConfigError, check
+from meshwright.system.modules import describe_error, file_of
 from meshwright.train.bad_step_report import BadStepReporter
 from meshwright.train.best_validation import BestValidation
 from meshwright.train.resolve import ResolvedJob
-from meshwright.train.resolve_model import user_sinks
+from meshwright.train.resolve_model import CORRECT_IT, IMPORT_KEY, BuildSink, user_sinks
 from meshwright.train.sample_texts import SampleTexts
 from meshwright.train.sentry import Sentry
 from meshwright.train.step_record import StepRecord
@@ -102,11 +104,25 @@ def _other_sinks(resolved: ResolvedJob, model: LocalModel) -> Iterator[sinks.Sin
     theirs is a warning."""
     folder = Path(resolved.config.job.dump_folder)
     for name, build in user_sinks(resolved.config).items():
-        yield sinks.SafeSink(name, partial(build, resolved.config, folder))
+        yield sinks.SafeSink(name, partial(_own_sink, name, build, resolved.config))
     if resolved.model_args.table.mixtures:
         file = folder / "experts.json"
         loads = partial(sinks.LoadsFile, file, lambda: model.balance.loads)
         yield sinks.SafeSink(file.name, loads)
+
+
+def _own_sink(name: str, build: BuildSink, config: JobConfig) -> sinks.Sink:
+    """Build a sink of the user's module; `ConfigError` if that fails, but for an `OSError`."""
+    try:
+        sink: sinks.Sink = build(config, Path(config.job.dump_folder))
+        broken = "" if isinstance(sink, sinks.Sink) else f"makes {sink!r:.60}, and no sink"
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:  # whatever the user's code raises
+        broken = f"raises {describe_error(error, file_of(build))}"
+    rule = f"SINKS has {name!r}, which {broken}"
+    check(not broken, IMPORT_KEY, config.experimental.custom_import, rule, CORRECT_IT)
+    return sink
 
 
 def _files(config: JobConfig, resumed_step: int) -> Iterator[sinks.Sink]:

@@ -8,19 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.state import RNG, TrainingTensors
 from meshwright.config.optimizer import Optimizer
+from meshwright.models.args import DecoderArgs
+from meshwright.models.loss import IGNORE, Batch
 from meshwright.models.parameter import Parameter
 from meshwright.system.errors import ConfigError, config_error
-from meshwright.system.modules import describe_error, import_user_module
+from meshwright.system.modules import describe_error, file_of, import_user_module
 from meshwright.train.losses import bound
 from meshwright.train.metric_table import OF_RECORDS, Metric
 from meshwright.train.optim.optimizers import build_optimizer, check_state
-from meshwright.train.optim.registry import ElementWise, MatrixWise
+from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, MatrixWise
 from meshwright.train.optim.update import update
 from meshwright.train.own_metrics import Shard, StepParts
 
-ROWS, COLUMNS = 4, 6
-"""Of the matrices that optimizers update."""
+MATRICES, ROWS, COLUMNS = 2, 4, 6
+"""That optimizers update."""
 
 ALIKE = 1e-4
 """Relative difference of two ways to one result in fp32. A contract that is broken shows more."""
@@ -32,7 +35,9 @@ class BrokenError(Exception):
     """An entry breaks its contract; the text says how."""
 
 
-def check_contracts(module: str, key: str, options: Options, config: Optimizer) -> None:
+def check_contracts(
+    module: str, key: str, options: Options, config: Optimizer, args: DecoderArgs
+) -> None:
     """Try every optimizer, loss and metric of the user's module.
 
     Args:
@@ -40,6 +45,7 @@ def check_contracts(module: str, key: str, options: Options, config: Optimizer) 
         key: of the config, that names the module.
         options: of the module, by name.
         config: settings for the optimizers.
+        args: of the model whose logits a loss gets.
 
     Raises:
         ConfigError: for the first entry that breaks its contract.
@@ -48,7 +54,7 @@ def check_contracts(module: str, key: str, options: Options, config: Optimizer) 
     for name, entry in getattr(own, "OPTIMIZERS", {}).items():
         trials["OPTIMIZERS", name] = partial(_try_optimizer, name, entry, options, config)
     for name, loss in getattr(own, "LOSSES", {}).items():
-        trials["LOSSES", name] = partial(_try_loss, bound(loss, options.get(name)))
+        trials["LOSSES", name] = partial(_try_loss, bound(loss, options.get(name)), args)
     for name, metric in getattr(own, "METRICS", {}).items():
         trials["METRICS", name] = partial(_try_metric, name, metric, options.get(name))
     for (table, name), run in trials.items():
@@ -74,60 +80,112 @@ def _is_alike(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got.double(), want.double(), rtol=ALIKE, atol=ALIKE * 1e-2)
 
 
-def _updated(
-    name: str, rows: slice, options: Options, config: Optimizer, *, factor: float = 1.0
-) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
-    """Take two steps with some rows of a matrix, and return them.
+class _Trial:
+    """A small model and its optimizer: a matrix and a vector, or a stack of matrices.
 
     Args:
+        name: of the optimizer.
+        part: of the first dimension, that this rank would have.
         factor: on the gradients, by which the update is told to divide them.
     """
-    parameter = nn.Parameter(_random(ROWS, COLUMNS)[rows].clone())
-    settings = config.model_copy(update={"name": name, "groups": []})
-    table = {"weight": Parameter((ROWS, COLUMNS), "colwise", 0.02)}
-    optimizer = build_optimizer([("weight", parameter)], settings, table, None, options)
-    divisor = None if factor == 1 else torch.tensor(factor)
-    for seed in (1, 2):
-        parameter.grad = _random(ROWS, COLUMNS, seed=seed)[rows] * factor
-        update(optimizer, torch.tensor(False), divisor)
-    return parameter.detach(), optimizer, parameter
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        config: Optimizer,
+        part: slice = slice(None),
+        factor: float = 1.0,
+    ) -> None:
+        self._shapes: dict[str, tuple[int, ...]] = {"weight": (ROWS, COLUMNS), "bias": (ROWS,)}
+        if isinstance(OPTIMIZERS[name], MatrixWise):
+            self._shapes = {"weight": (MATRICES, ROWS, COLUMNS)}
+        self._part, self._factor = part, factor
+        parameters = {k: nn.Parameter(_random(*shape)[part]) for k, shape in self._shapes.items()}
+        self.model = nn.ParameterDict(parameters)
+        settings = config.model_copy(update={"name": name, "groups": []})
+        table = {key: Parameter(shape, "colwise", 0.02) for key, shape in self._shapes.items()}
+        self.optimizer = build_optimizer(parameters.items(), settings, table, None, options)
+
+    def steps(self, *seeds: int, are_skipped: bool = False) -> Tensor:
+        """Take steps with random gradients; return the weights after them, in a row."""
+        for seed in seeds:
+            for name, shape in self._shapes.items():
+                self.model[name].grad = _random(*shape, seed=seed)[self._part] * self._factor
+            divisor = None if self._factor == 1 else torch.tensor(self._factor)
+            update(self.optimizer, torch.tensor(are_skipped), divisor)
+        return torch.cat([weight.detach().flatten() for weight in self.model.values()])
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return copies of the tensors that a checkpoint has, without those of random numbers."""
+        state = TrainingTensors(self.model, self.optimizer, 0).state_dict()
+        return {k: value.clone() for k, value in state.items() if not k.startswith(RNG)}
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        """Resume from them, as a job does."""
+        tensors = TrainingTensors(self.model, self.optimizer, 0)
+        tensors.load_state_dict(tensors.state_dict() | saved)
 
 
 def _try_optimizer(
     name: str, entry: ElementWise | MatrixWise, options: Options, config: Optimizer
 ) -> None:
     """Hold an optimizer to the contract of `optim/optimizers.py`."""
+    is_of_matrices = isinstance(entry, MatrixWise)
     if isinstance(entry, MatrixWise):
         factor = entry.scale(ROWS, COLUMNS, options.get(name, config.muon))
         if not isinstance(factor, int | float):
             raise BrokenError(f"has {factor!r:.40} as its factor for a matrix, and no number")
-    whole, optimizer, parameter = _updated(name, slice(ROWS), options, config)
-    check_state(optimizer, [("weight", parameter)])
-    if torch.equal(whole, _random(ROWS, COLUMNS)):
+    trial = partial(_Trial, name, options, config)
+    one = trial()
+    start = one.steps()
+    one.steps(1, 2)
+    check_state(one.optimizer, one.model.items())
+    saved = one.saved()
+    whole = one.steps(3)
+    if torch.equal(whole, start):
         raise BrokenError("changes no weight")
     if not whole.isfinite().all():
         raise BrokenError("makes weights that aren't finite")
-    before = [whole.clone(), *(v.clone() for v in optimizer.state[parameter].values())]
-    parameter.grad = _random(ROWS, COLUMNS, seed=3)
-    update(optimizer, torch.tensor(True))
-    if not all(map(torch.equal, before, [parameter, *optimizer.state[parameter].values()])):
-        raise BrokenError("ignores `found_inf`: a skipped step changes weights or state")
-    divided, *_ = _updated(name, slice(ROWS), options, config, factor=4.0)
-    if not _is_alike(divided, whole):
+    before = one.saved()
+    one.steps(4, are_skipped=True)
+    if any(not torch.equal(value, before[key]) for key, value in one.saved().items()):
+        raise BrokenError(
+            "changes its state in place, where only what it returns counts"
+            if is_of_matrices
+            else "ignores `found_inf`: a skipped step changes weights or state"
+        )
+    if not _is_alike(trial(factor=4.0).steps(1, 2, 3), whole):
         raise BrokenError("ignores `grad_scale`: gradients aren't clipped")
-    if isinstance(entry, ElementWise):
-        halves = [_updated(name, rows, options, config)[0] for rows in (slice(2), slice(2, ROWS))]
-        if not _is_alike(torch.cat(halves), whole):
+    resumed = trial()
+    try:
+        resumed.load(saved)
+    except Exception as error:
+        what = describe_error(error, file_of(type(one.optimizer)))
+        raise BrokenError(
+            "can't resume: torch asks for its state by `step(closure=None)` without `found_inf` "
+            f"and `grad_scale`, which raises {what}"
+        ) from error
+    if not _is_alike(resumed.steps(3), whole):
+        raise BrokenError("goes on otherwise after a resume: keep all that changes in its state")
+    size = MATRICES if is_of_matrices else ROWS
+    halves = [trial(part=part) for part in (slice(size // 2), slice(size // 2, size))]
+    for half in halves:
+        half.steps(1, 2, 3)
+    for key, value in one.model.items():
+        if not _is_alike(torch.cat([half.model[key] for half in halves]), value):
             raise BrokenError(
-                "updates an element by others of its matrix, of which a rank has a part: make it a "
-                "MatrixWise"
+                "updates a matrix by others of its stack, such as other experts'"
+                if is_of_matrices
+                else "updates an element by others of its matrix, of which a rank has a part: make "
+                "it a MatrixWise"
             )
 
 
-def _try_loss(loss: Callable[..., Tensor]) -> None:
+def _try_loss(loss: Callable[..., Tensor], args: DecoderArgs) -> None:
     """The loss of a token follows from that token only, so that chunks don't change it."""
-    tokens, vocabulary = 5, 11
-    states, logits = _random(tokens, 4), _random(tokens, vocabulary)
+    tokens = min(5, args.vocab_size)
+    states, logits = _random(tokens, args.dim), _random(tokens, args.vocab_size)
     targets = torch.arange(tokens)
     logits.requires_grad_()
     losses = loss(states, logits, targets)
@@ -146,20 +204,29 @@ def _try_loss(loss: Callable[..., Tensor]) -> None:
 
 
 def _try_metric(name: str, metric: Metric, options: Any) -> None:
-    """Sums have one shape on every rank, also where a rank has nothing, and give one number."""
+    """Sums have one shape and type on every rank, also where a rank has nothing, and give one
+    number."""
     if name.startswith(OF_RECORDS):  # one of the two would be lost
         raise BrokenError(
             'starts as the built-in metrics do: write another name, such as "own/NAME"'
         )
     shard = Shard("layers.0.attention.wq.weight", _random(2, 3), _random(2, 3, seed=1))
-    some, none = (metric.measure(StepParts(own, ()), options) for own in ([shard], []))
-    for sums in (some, none):
+    labels = torch.tensor([[1, 2, IGNORE]])
+    batch = Batch(labels.clamp(min=0), labels)
+    some, *others = (
+        metric.measure(StepParts(shards, batches), options)
+        for shards, batches in (([shard], [batch]), ([], [batch]), ([shard], []), ([], []))
+    )
+    for sums in (some, *others):
         if not isinstance(sums, Tensor) or sums.dim() != 1:
             raise BrokenError("doesn't measure one tensor of one dimension")
         if sums.dtype not in (torch.float32, torch.int64):
             raise BrokenError(f"measures {sums.dtype}, and only float32 and int64 are added up")
-    if some.shape != none.shape or some.dtype != none.dtype:
-        raise BrokenError("measures other sums on a rank that has no shard, so they don't add up")
+    if any(sums.shape != some.shape or sums.dtype != some.dtype for sums in others):
+        raise BrokenError(
+            "measures sums of another shape or type on a rank that has no shard or no batch, so "
+            "they don't add up"
+        )
     result = metric.result(some, options)
     if not isinstance(result, Tensor) or result.dim() != 0:
         raise BrokenError("makes no tensor without dimensions of its sums")

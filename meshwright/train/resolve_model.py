@@ -118,7 +118,8 @@ def check_own_parts(config: JobConfig, own_options: Mapping[str, Any]) -> None:
         # not at the top: it imports torch, which other checks don't wait for
         from meshwright.train.own_contracts import check_contracts
 
-        check_contracts(name, IMPORT_KEY, own_options, config.optimizer)
+        _, args = resolve_model(config)
+        check_contracts(name, IMPORT_KEY, own_options, config.optimizer, args)
 
 
 CORRECT_IT = "correct it; docs/extending.md has examples"
@@ -134,7 +135,10 @@ def _import(name: str, key: str) -> ModuleType:
         elif name.endswith(".py") and not Path(name).exists():
             raise _error(name, "no such file", key, errors.where_it_ends(name)) from None
         elif name.endswith(".py"):
-            fix = CORRECT_IT
+            missing = error.name if isinstance(error, ModuleNotFoundError) else ""
+            folder = Path(name).absolute().parent
+            is_beside = (folder / f"{missing}.py").exists()
+            fix = f"put it into {name}, or set PYTHONPATH={folder}" if is_beside else CORRECT_IT
         what = f"cannot be imported: {describe_error(error, name)}"
         raise _error(name, what, key, fix) from error
 

@@ -2,11 +2,12 @@
 Free of torch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from meshwright.config import combinations
+from meshwright.config.fields import value_of
 from meshwright.config.job_config import JobConfig
 from meshwright.config.rules import Check, Facts, Row, Rule
 from meshwright.datasets.named_sources import (
@@ -16,6 +17,7 @@ from meshwright.datasets.named_sources import (
     check_sources,
     check_validation,
 )
+from meshwright.datasets.tokenizers.special_tokens import NAME_KEY, PATH_KEY
 from meshwright.parallelisms.rules import compile_choice, degrees, precision, stages
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.train.facts import JobFacts
@@ -59,10 +61,12 @@ def find_frozen(config: JobConfig, names: Sequence[str]) -> frozenset[str]:
     return frozen
 
 
-def _small_vocabulary(config: JobConfig, facts: JobFacts) -> Mapping[str, int] | None:
+def _check_vocabulary(config: JobConfig, facts: JobFacts) -> None:
     assert facts.tokenizer is not None
-    sizes = {"tokenizer": facts.tokenizer.vocab_size, "model": facts.spec.vocab_size}
-    return sizes if sizes["tokenizer"] > sizes["model"] else None
+    size, most = facts.tokenizer.vocab_size, facts.spec.vocab_size
+    key = NAME_KEY if config.model.tokenizer_type else PATH_KEY
+    rule = f"its vocabulary of {size} is larger than the model's, {most}"
+    check(size <= most, key, value_of(config, key), rule, f"set model.args.vocab_size = {size}")
 
 
 def _not_exported(config: JobConfig, facts: JobFacts) -> str:
@@ -108,13 +112,7 @@ MODEL: tuple[Row[JobFacts], ...] = (
         "leaves no gradients to the metrics of your module: {detail}",
         "leave it out",
     ),
-    Rule(
-        "model.tokenizer_path",
-        _small_vocabulary,
-        "its vocabulary of {detail[tokenizer]} is larger than the model's, {detail[model]}",
-        "set model.args.vocab_size = {detail[tokenizer]}",
-        needs="tokenizer model",
-    ),
+    Check(lambda c, facts: _judge(_check_vocabulary, c, facts), needs="tokenizer model"),
     Check(lambda c, _: _judge(check_budgets, c.training), needs="world_size"),
     Check(lambda c, _: _judge(average_decay, c), needs="world_size"),
 )

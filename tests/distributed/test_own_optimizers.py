@@ -55,10 +55,19 @@ def soap_state(rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {"left": (rows, rows), "right": (columns, columns), "mean": matrix, "squares": matrix}
 
 
+def lars(matrices: Tensor, options: object, weights: Tensor) -> Tensor:
+    """The momentum times the trust ratio of You et al. 2017, arXiv:1708.03888."""
+    norms = [one.flatten(1).norm(dim=1).view(-1, 1, 1) for one in (weights, matrices)]
+    weights.zero_()  # a copy
+    return matrices * (norms[0] / norms[1].clamp(min=1e-12)).to(matrices)
+
+
 def entry_of(name: str) -> tuple[MatrixWise, Any]:
     """The function and its options: of the docs, or of this test."""
     if name == "soap":
         return MatrixWise(soap, lambda rows, columns, options: 0.2, soap_state), None
+    if name == "lars":
+        return MatrixWise(lars, lambda rows, columns, options: 1.0, has_weights=True), None
     module: dict[str, Any] = {}
     exec(example("adafactor"), module)
     return module["OPTIMIZERS"]["adafactor"], module["OPTIONS"]["adafactor"]()
@@ -149,7 +158,7 @@ def _resume(name: str, degrees: dict[str, int], folder: Path) -> None:
     assert_as_alone(name, args, model, optimizer)
 
 
-NAMES = ("adafactor", "soap")
+NAMES = ("adafactor", "soap", "lars")
 ON_TWO = [
     (name, {axis: 2}) for name in NAMES for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 ]
@@ -174,18 +183,20 @@ def test_a_state_is_resumed_on_another_mesh(on_ranks, tmp_path, name, before, af
 
 
 def test_adafactor_is_torchs() -> None:
-    """torch scales by the larger of `eps` and the weights' root mean square: here 1, always."""
+    """With weights from zero on, which have the smallest scale at first."""
     (ours, options), generator = entry_of("adafactor"), torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(6, 10))
-    theirs = torch.optim.Adafactor([weight], lr=1e-2, eps=(None, 1.0), weight_decay=0.0)
+    theirs = torch.optim.Adafactor([weight], lr=1e-2, weight_decay=0.0)
+    assert ours.state is not None
     state = {key: torch.zeros(1, *shape) for key, shape in ours.state(6, 10).items()}
     for _ in range(4):
         gradient = torch.randn(6, 10, generator=generator)
         before, weight.grad = weight.detach().clone(), gradient.clone()
         theirs.step()
         wanted = (before - weight.detach()) / 1e-2
-        updates, state = ours.direction(gradient.unsqueeze(0), options, state)
-        torch.testing.assert_close(updates[0], wanted, rtol=1e-4, atol=1e-4)
+        own = (gradient.unsqueeze(0), options, state, before.unsqueeze(0))
+        updates, state = ours.direction(*own)
+        torch.testing.assert_close(updates[0], wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_a_function_that_breaks_its_word_is_named() -> None:

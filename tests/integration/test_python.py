@@ -1,16 +1,20 @@
 """The names that `import meshwright` has: they do as they say, and leave the process as it was."""
 
+import faulthandler
 import gc
 import json
 import logging
 import math
+import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +76,20 @@ def surroundings() -> dict[str, Any]:
         "folder": Path.cwd(),
         "path": sys.path[:],
         "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook, sys.gettrace()),
+        "faulthandler": faulthandler.is_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "warnings": warnings.filters[:],
+        "limits": {
+            k: resource.getrlimit(v)
+            for k, v in vars(resource).items()
+            if k[:4] == "RLIM" and k != "RLIM_INFINITY"
+        },
+        "files": sorted(
+            os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()
+        ),
+        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
+        "start method": multiprocessing.get_start_method(allow_none=True),
     }
 
 
@@ -105,6 +123,31 @@ def test_a_session_leaves_no_trace_and_a_second_one_gives_the_same_bits(
     assert losses == again
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_every_other_name_leaves_no_trace(tmp_path: Path) -> None:
+    job = small(tmp_path / "job")
+    with mw.Session(job) as session:
+        [*session.steps()]
+        session.save()
+    model, tokenizer = mw.load_model(tmp_path / "job")
+    mw.generate(model, tokenizer, "a", 2)  # modules that are imported stay
+    calls = {
+        "load": lambda: mw.load(job, {"training.seed": 3}),
+        "load_model": lambda: mw.load_model(tmp_path / "job"),
+        "generate": lambda: mw.generate(model, tokenizer, "def ", 4, temperature=0.8),
+        "read_metrics": lambda: mw.read_metrics(tmp_path / "job"),
+        "plan": lambda: mw.plan(job, world_size=2, device="h100"),
+        "export": lambda: mw.export(tmp_path / "job", tmp_path / "hf", with_tokenizer=False),
+        "prove": lambda: mw.prove(job, quick=True),
+    }
+    assert {*calls} == {*mw.API} - {"Session", "Step", "ConfigError"}
+    for name, call in calls.items():
+        before = surroundings()
+        assert call(), name
+        after = settled(before)
+        assert {k: (before[k], v) for k, v in after.items() if v != before[k]} == {}, name
 
 
 def test_a_failed_session_leaves_no_trace(tmp_path: Path, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """The modules of docs/extending.md train, by the keys that the page gives."""
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "loss": ("loss", {"training.loss": "smooth", "options.smooth.z": 1e-3}),
     "metric": ("metric", {}),
     "optimizer": ("optimizer", {"optimizer.name": "largest"}),
+    "lion": ("lion", {"optimizer.name": "lion", "options.lion.beta2": 0.98}),
     "adafactor": ("adafactor", {"optimizer.name": "adafactor", "options.adafactor.decay": -0.7}),
     "schedule": ("schedule", {"lr_scheduler.name": "stairs"}),
     "dataset": (
@@ -63,6 +65,33 @@ def losses_of(folder: str, keys: dict[str, Any]) -> list[float]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses without a module."""
     return losses_of(str(tmp_path_factory.mktemp("plain")), {})
+
+
+def together(*names: str) -> str:
+    """One module that has these examples."""
+    tables = "|".join(TABLES)
+    parts = [re.sub(rf"^({tables}) = ", r"\1 |= ", example(name), flags=re.M) for name in names]
+    return "\n".join([*(f"{table} = {{}}" for table in TABLES), *parts])
+
+
+ON_A_MESH = {
+    "parallelism.tensor_parallel_degree": 2,
+    "parallelism.data_parallel_shard_degree": 2,
+}
+
+
+@pytest.mark.slow
+def test_everything_that_computes_is_proved_on_a_mesh_of_two_axes() -> None:
+    """A model with parts of its own, a loss, a metric, a schedule, and two optimizers."""
+    kinds = ("model", "loss", "metric", "schedule", "adafactor")
+    module = together("lion", *(RECIPES[kind][0] for kind in kinds))
+    Path("mine.py").write_text(module)
+    keys: dict[str, Any] = {"experimental.custom_import": "mine.py"}
+    for kind in kinds:
+        keys |= RECIPES[kind][1]
+    keys["optimizer.groups"] = [{"parameters": ["*norm*"], "optimizer": "lion"}]
+    proof = mw.prove(mw.load("debug_model", ON_A_MESH | keys), quick=True)
+    assert proof["summary"] == "3 of 3 cases equal one process", proof
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import re
 import tomllib
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -11,7 +12,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, parse_config, read, to_toml, with_lines
 from meshwright.models.args import divisors_of
 from meshwright.models.families import MODELS
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import ConfigError, as_toml
 from meshwright.system.log import print_error
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.resolved import broken, resolved
@@ -536,3 +537,13 @@ def test_divisors_of_a_slip_of_the_finger_are_found_at_once() -> None:
         found = divisors_of(number).replace(" or ", ", ").split(", ")
         assert found == [str(n) for n in range(1, number + 1) if number % n == 0]
     assert divisors_of(2**31 - 1) == "1 or 2147483647"
+
+
+def test_text_in_an_error_is_toml() -> None:
+    random, alphabet = Random(7), "ab 'é\"\\\n\t\x00\x7f\u200b🙂[]{}=#"
+    for number in range(500):
+        text = "".join(random.choices(alphabet, k=random.randrange(9)))
+        given = {"text": text, "list": [text, number], "table": {text: number / 7}}
+        for value in given.values():
+            written = tomllib.loads(f"key = {as_toml(value)}")
+            assert written == {"key": value}, (number, value)

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from meshwright.models.generation import generate, greedy
 from meshwright.models.table_check import check_modules
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.train.announce import announce_end
+from meshwright.train.build_observers import _own_sink
 from meshwright.train.facts import look_at_data
 from meshwright.train.resolve_model import (
     check_own_model,
@@ -118,7 +120,9 @@ def test_options_of_a_dataset_make_other_documents(tmp_path) -> None:
     text.write_text("\n\n".join(f"stanza {i} has a few words" for i in range(20)))
     data = ("--training.dataset", "stanzas", "--training.dataset_path", str(text))
     sizes = ("--training.seq_len", "16", "--training.token_cache_folder", str(tmp_path / "cache"))
-    own, found = words(tmp_path, example("dataset_options"), *data, *sizes), dict[str, int]()
+    code = changed_example("dataset_options", ("return [entry.source", "return [Path(entry.source"),
+                           ("dataset_path]", "dataset_path)]"))  # fmt: skip
+    own, found = words(tmp_path, code, *data, *sizes), dict[str, int]()
     for separator in ("", "has"):
         options = [f"--options.stanzas.separator={separator}"] if separator else []
         config = load_config([*own, *options])
@@ -163,6 +167,8 @@ DATASETS = {
     "late": DatasetSpec(lambda *_: IndexedDocuments(40, times_out), none),
     "list": DatasetSpec(lambda entry, streamed: ["a text"], none),
     "files": DatasetSpec(opens, lambda entry: "a.txt"),
+    "more": DatasetSpec(opens, lambda entry: [entry.nothing]),
+    "numbers": DatasetSpec(opens, lambda entry: ["a.txt", 3]),
 }
 """
 
@@ -178,6 +184,8 @@ DATASETS = {
         ("late", r"^late document 0 cannot be read now: TimeoutError: no answer \(.*mine.py:15\)"),
         ("list", "its function returns list, and no documents\n  fix: return IndexedDocuments"),
         ("files", "its function `files` returns 'a.txt', and no list of paths\n  fix: return"),
+        ("more", r"its function `files` raises AttributeError: .*'nothing' \(.*mine.py:34\)\n"),
+        ("numbers", r"its function `files` returns \['a.txt', 3\], of which not all are paths\n"),
     ],
 )
 def test_faults_of_a_dataset_of_the_user_are_named(name, says, tmp_path) -> None:
@@ -236,6 +244,31 @@ def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
     sink.write({"step": 2, "loss/train": 2.25})
     sink.close()
     assert (tmp_path / "losses.csv").read_text().split() == ["1,2.5", "2,2.25"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('open(path, "a"', "open(path, 3", r"raises TypeError: .* \(.*mine.py:9\)\n  fix: correct"),
+        ("def close", "def closes", "makes <meshwright_user_.*, and no sink\n"),
+        (
+            'SINKS = {"losses.csv": LossTable',
+            'SINKS = {"losses.csv": print',
+            "makes None, and",
+        ),
+        ("path = folder", "raise OSError(28, 'full'); path = folder", ""),
+    ],
+)
+def test_a_sink_that_cannot_be_made_is_named(old, new, says, tmp_path) -> None:
+    config = load_config(words(tmp_path, changed_example("sink", (old, new))))
+    (tmp_path / "out").mkdir()
+    ((name, build),) = user_sinks(config).items()
+    sink = partial(SafeSink, name, partial(_own_sink, name, build, config))
+    if not says:  # a disk has room again
+        sink().write({"step": 1, "loss/train": 2.5})
+        return
+    with pytest.raises(ConfigError, match=f"SINKS has 'losses.csv', which {says}"):
+        sink()
 
 
 class Tracker:
@@ -298,6 +331,16 @@ def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> N
         with pytest.raises(ConfigError, match=message) as error:
             extend_by(str(tmp_path / "mine.py"), key)
         assert error.value.key == key
+
+
+def test_a_module_that_lies_beside_is_not_found_without_advice(tmp_path) -> None:
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "mine.py").write_text("import helper")
+    advice = (
+        f"No module named 'helper' .*\n  fix: put it into .*mine.py, or set PYTHONPATH={tmp_path}$"
+    )
+    with pytest.raises(ConfigError, match=advice):
+        extend_by(str(tmp_path / "mine.py"))
 
 
 def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
@@ -409,18 +452,31 @@ import torch
 from meshwright.train.optim.registry import ElementWise, MatrixWise
 
 class Own(torch.optim.Optimizer):
-    def step(self):
+    calls = 0
+
+    def step(self, closure=None):
+        goes_on = 1 - getattr(self, "found_inf", 0)
+        self.calls += 1
         for group in self.param_groups:
             for p in group["params"]:
+                gradient = p.grad / (getattr(self, "grad_scale", None) or 1)
                 UPDATE
 
 OPTIMIZERS = {"own": ElementWise(lambda groups, config: Own(groups, {"lr": config.lr}))}
 """
 
-RIGHT = "p.data -= (1 - self.found_inf) * group['lr'] * p.grad / (self.grad_scale or 1)"
+RIGHT = "p.data -= goes_on * group['lr'] * gradient"
 
 
-@pytest.mark.parametrize("name", ["loss", "metric", "optimizer", "adafactor"])
+def changed_example(name: str, *changes: tuple[str, str]) -> str:
+    code = example(name)
+    for old, new in changes:
+        assert old in code, old
+        code = code.replace(old, new)
+    return code
+
+
+@pytest.mark.parametrize("name", ["loss", "metric", "optimizer", "lion", "adafactor"])
 def test_the_parts_of_the_docs_keep_their_contract(name, tmp_path) -> None:
     checked(tmp_path, example(name))
 
@@ -432,12 +488,18 @@ def test_the_parts_of_the_docs_keep_their_contract(name, tmp_path) -> None:
         (SGD.replace("UPDATE", "pass"), "which changes no weight"),
         (SGD.replace("UPDATE", "p.data -= group['lr'] * p.grad"),
          "'own', which ignores `found_inf`"),
-        (SGD.replace("UPDATE", RIGHT.partition(" / ")[0]), "ignores `grad_scale`"),
-        (SGD.replace("UPDATE", RIGHT.replace("p.grad /", "p.grad.mean(0) /")),
+        (SGD.replace("UPDATE", RIGHT.replace("gradient", "p.grad")), "ignores `grad_scale`"),
+        (SGD.replace("UPDATE", RIGHT.replace("gradient", "gradient.mean(0)")),
          "updates an element by others of its matrix, of which a rank has a part"),
+        (SGD.replace("UPDATE", RIGHT + " / self.calls"), "goes on otherwise after a resume: keep"),
+        (SGD.replace("UPDATE", "self.found_inf; " + RIGHT),
+         r"can't resume: .*AttributeError: 'Own' .*'found_inf' \(.*mine.py:14\)"),
+        (SGD.replace(", closure=None", "").replace("UPDATE", RIGHT), "can't resume: .*TypeError: "),
+        (SGD.replace("UPDATE", RIGHT.replace("gradient", "gradient.mT")),
+         "raises .*mine.py:14"),
         (SGD.replace("UPDATE", RIGHT + "; self.state[p]['owned_rows'] = p.new_zeros(len(p))"),
          "keeps 'owned_rows' of weight: of shape"),
-        (SGD.replace("UPDATE", "p.lr"), "which raises AttributeError: .*mine.py:9"),
+        (SGD.replace("UPDATE", "p.lr"), "which raises AttributeError: .*mine.py:14"),
         ("LOSSES = {'mean': lambda states, logits, targets, options: logits.logsumexp(-1).mean()}",
          "LOSSES has 'mean', which gives .* for 5 tokens, instead of the loss of each"),
         ("LOSSES = {'by': lambda states, logits, targets, options: logits[:, 0] - logits.max()}",
@@ -445,13 +507,24 @@ def test_the_parts_of_the_docs_keep_their_contract(name, tmp_path) -> None:
         ("LOSSES = {'no': lambda states, logits, targets, options: states[:, 0]}",
          "'no', which has no gradient by the logits"),
         ("LOSSES = {'own': lambda states, logits, targets, anything: logits.logsumexp(-1)}", ""),
+        ("import torch\nLOSSES = {'weighted': lambda states, logits, targets, options: "
+         "torch.nn.functional.cross_entropy(logits + states @ torch.ones(256, 1), targets, "
+         "torch.ones(2048), reduction='none')}", ""),
         (example("adafactor").replace("return updates, {", "return {"),
          "OPTIMIZERS has 'adafactor', which returns no pair of the updates and the new state"),
         (example("adafactor").replace('{"row": (rows', '{"r": (), "row": (rows'),
-         r"'adafactor', which returns state 'r' as None, and \(1,\) is declared"),
+         r"'adafactor', which returns state 'r' as None, and \(2,\) is declared"),
         (example("adafactor").replace("return 1.0", "pass"), "which has None as its factor for a"),
-        (example("metric").replace("(2, dt", "(len(parts.shards), dt").replace("[1] ", "[0] "),
-         "METRICS has 'optim/zero_share', which measures other sums on a rank that has no shard"),
+        (changed_example("metric", ("(2, dt", "(len(parts.shards), dt"), ("[1] ", "[0] ")),
+         "METRICS has 'optim/zero_share', which measures sums of another shape or type on a rank"),
+        (changed_example("metric", ("return counts", "return counts.float() if parts.batches else "
+                                    "counts")), "of another shape or type on a rank"),
+        (changed_example("adafactor", ('row = state["row"].lerp', 'row = state["row"].lerp_')),
+         "'adafactor', which changes its state in place, where only what it returns counts"),
+        (changed_example("optimizer", ("dim=(1, 2)", "dim=(0, 1, 2)")),
+         "'largest', which updates a matrix by others of its stack"),
+        (changed_example("adafactor", ("gradients, options, state, w", "gradients, options, w")),
+         "'adafactor', which raises TypeError: direction"),
         (example("metric").replace("torch.int64", "torch.int32"), "measures torch.int32, and only"),
         (example("metric").replace("optim/zero_share", "loss/train"),
          "METRICS has 'loss/train', which starts as the built-in metrics do"),

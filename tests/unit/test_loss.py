@@ -51,6 +51,20 @@ def test_loss_and_gradients_equal_the_plain_formula(chunk_tokens) -> None:
     torch.testing.assert_close(gradients(got, x, weight), wanted, rtol=1e-5, atol=1e-7)
 
 
+def test_a_loss_of_the_users_that_has_no_number_without_a_label_has_gradients() -> None:
+    x, weight, labels = inputs()
+    with torch.no_grad():
+        x[labels == IGNORE] = 0.0  # their norm has no gradient
+    got = SummedLoss(7)
+    got.own = lambda states, logits, targets: (
+        logits[:, 0] / (states.norm(dim=1) * logits.norm(dim=1))
+    )
+    found = gradients(got(x, weight, labels), x, weight)
+    assert all(gradient.isfinite().all() for gradient in found)
+    assert not found[0][labels == IGNORE].any()
+    assert found[0][labels != IGNORE].all()
+
+
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_losses_of_sequences_have_weights(cap) -> None:
     x, weight, labels = inputs()

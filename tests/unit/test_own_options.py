@@ -3,6 +3,7 @@
 import json
 import math
 from datetime import date
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,13 @@ def test_help_has_the_name_that_a_toml_gives_an_option(tmp_path: Path) -> None:
 
 
 def test_help_has_defaults_as_a_toml_has_them() -> None:
+    class Kind(Enum):
+        FIRST = "first"
+
+    class Inner(BaseModel):
+        kind: Kind
+        path: Path = Path("b")
+
     class Typed(BaseModel):
         flags: list[bool] = [True, False]
         names: tuple[str, ...] = ("a",)
@@ -125,9 +133,13 @@ def test_help_has_defaults_as_a_toml_has_them() -> None:
         table: dict[str, bool] = {"on": True}
         most: float = float("inf")
         least: float | None = None
+        inner: list[Inner] = Field(default_factory=lambda: [Inner(kind=Kind.FIRST)])
+        some: frozenset[int] = frozenset({3})
+        gaps: list[int | None] = [None, 1]
 
     assert [entry.default for entry in entries(Typed)] == [
         "[true, false]", "['a']", "'2026-01-02'", "'a.txt'", "{on = true}", "inf", "absent",
+        "[{kind = 'first', path = 'b'}]", "[3]", "[absent, 1]",
     ]  # fmt: skip
 
 

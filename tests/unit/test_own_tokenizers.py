@@ -21,6 +21,7 @@ from meshwright.system.files import NamedPath
 from meshwright.train.facts import look_at_data
 from meshwright.train.resolve_model import extend_by, extend_only_by
 from tests.campaigns.new_user import example
+from tests.helpers.resolved import resolved
 
 TOKENIZER = example("tokenizer")
 BOTH = TOKENIZER + example("format").replace("OPTIONS = ", "OPTIONS |= ")
@@ -116,6 +117,17 @@ def test_a_wrong_option_of_a_tokenizer_or_a_format_is_one_error(tmp_path) -> Non
     for option in ("options__characters__lower", "options__screenplay__assistant"):
         with pytest.raises(ConfigError, match=option.replace("__", ".") + " = 3: "):
             looked_at(job(tmp_path, BOTH, **{option: "3"}))
+
+
+def test_a_vocabulary_beyond_the_models_is_an_error_of_the_class(tmp_path) -> None:
+    keys = {"model__args": "{vocab_size = 64}", "training__dataset": "sympy_source"}
+    empty = {"training__dataset_path": "", "training__dataset_format": ""}
+    config = job(tmp_path, TOKENIZER, **keys, **empty)
+    rule = (
+        "^model.tokenizer_type = 'characters': its vocabulary of 97 is larger than the model's, 64"
+    )
+    with pytest.raises(ConfigError, match=rule + "\n  fix: set model.args.vocab_size = 97$"):
+        resolved(config, 1)
 
 
 def test_a_name_that_no_module_has_is_one_error(tmp_path) -> None:

@@ -3,7 +3,8 @@ to by tests."""
 
 from collections.abc import Iterator
 
-from meshwright.datasets.tokenizers.kinds import NAME_KEY, Tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.datasets.tokenizers.special_tokens import NAME_KEY
 from meshwright.system.errors import PASSED_ON, ConfigError, RecordError, config_error
 from meshwright.system.modules import describe_error, file_of
 

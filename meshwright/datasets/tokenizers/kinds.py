@@ -12,6 +12,7 @@ from meshwright.config.own_options import options_of
 from meshwright.config.section import BYTES, CHAT_TEMPLATES
 from meshwright.datasets.tokenizers.special_tokens import (
     BESIDE,
+    NAME_KEY,
     OWN,
     PATH_KEY,
     SETTINGS,
@@ -230,8 +231,6 @@ class SentencePieceTokenizer(_OneTokenEnds):
 TOKENIZERS: dict[str, Callable[[str, Any], Tokenizer]] = {}
 """The tokenizers of the user's module, by name: from `model.tokenizer_path` and the options of
 [options.NAME] to the tokenizer, which may be a `TokenizerBase`."""
-
-NAME_KEY = "model.tokenizer_type"
 
 
 def build_tokenizer(path: str, keys: TokenizerKeys = OWN) -> Tokenizer:

@@ -38,6 +38,8 @@ OWN = TokenizerKeys()
 """The tokenizer's own."""
 
 PATH_KEY, TEMPLATE_KEY = "model.tokenizer_path", "model.chat_template_path"
+NAME_KEY = "model.tokenizer_type"
+"""Of a tokenizer of the user's module."""
 
 SETTINGS, NAMES = "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"

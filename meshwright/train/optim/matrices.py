@@ -27,20 +27,24 @@ class MatrixFunction(NamedTuple):
     direction: Callable[..., Any]
     scale: Callable[[int, int, Any], float]
     state: Callable[[int, int], Mapping[str, tuple[int, ...]]] | None
+    has_weights: bool
     options: Any
 
     def updates_of(
-        self, matrices: Tensor, state: Mapping[str, Tensor]
+        self, matrices: Tensor, state: Mapping[str, Tensor], *weights: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the updates of B matrices (B, R, C), and their new state.
+
+        Args:
+            weights: one tensor (B, R, C), if the entry looks at them.
 
         Raises:
             ConfigError: if these haven't the shapes of the matrices and of the state.
         """
         if self.state is None:
-            found = self.direction(matrices, self.options), dict[str, Tensor]()
+            found = self.direction(matrices, self.options, *weights), dict[str, Tensor]()
         else:
-            found = self.direction(matrices, self.options, state)
+            found = self.direction(matrices, self.options, state, *weights)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
             raise _broken("returns no pair of the updates and the new state by name")
         updates, new = found
@@ -208,8 +212,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         skip_update = self.found_inf > 0
         parts = [self._smoothed(parameter, skip_update) for parameter in self._trained]
         wholes = self._exchange.gather(parts)
+        weights = self._exchange.gather(self._weights()) if self._function.has_weights else {}
         for i, whole in wholes.items():
-            wholes[i] = self._direction(self._trained[i], whole, skip_update)
+            seen = [weights.pop(i)] if self._function.has_weights else []
+            wholes[i] = self._direction(self._trained[i], skip_update, whole, *seen)
         updates = dict(zip(self._trained, self._exchange.scatter(wholes, parts[0]), strict=True))
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -252,6 +258,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
             _replace(mean, new, skip_update)
         return smoothed.to(_device_of(parameter), getattr(torch, self._config.dtype))
 
+    def _weights(self) -> list[Tensor]:
+        """Return this rank's parts of the weights: copies, since the function may write there."""
+        parts = ((local_shard(p).detach(), _device_of(p)) for p in self._trained)
+        return [part.to(device, torch.float32, copy=True) for part, device in parts]
+
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part of the gradient, divided as `grad_scale` says."""
         if parameter.grad is None:
@@ -261,15 +272,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
             gradient /= divisor
         return gradient
 
-    def _direction(self, parameter: nn.Parameter, whole: Tensor, skip_update: Tensor) -> Tensor:
+    def _direction(self, parameter: nn.Parameter, skip_update: Tensor, *wholes: Tensor) -> Tensor:
         # always (B, R, C) of the same numbers, and so the same kernels multiply it on any mesh
-        matrices = whole.view(-1, *self._size(parameter))
+        matrices, *weights = (whole.view(-1, *self._size(parameter)) for whole in wholes)
         kept = self.state[parameter].items()
         state = {k.removeprefix(OWNED): value for k, value in kept if k.startswith(OWNED)}
-        updates, new = self._function.updates_of(matrices, state)
+        updates, new = self._function.updates_of(matrices, state, *weights)
         for name, value in new.items():
             _replace(state[name], value, skip_update.to(value.device))
-        return updates.view(whole.shape)
+        return updates.view(wholes[0].shape)
 
     def _size(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return R and C of the matrices that a parameter consists of."""

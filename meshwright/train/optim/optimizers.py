@@ -100,12 +100,13 @@ def build_optimizer(
         members = [group for settings, group in groups.items() if settings.optimizer == name]
         entry = OPTIMIZERS[name]
         if isinstance(entry, ElementWise):
-            parts.append(found(entry.build)(members, config))
+            own = [own_options[name]] if name in own_options else []
+            parts.append(found(entry.build)(members, config, *own))
         else:
             kind = without_compiler(MatrixOptimizer)
-            function = MatrixFunction(
-                found(entry.direction), entry.scale, entry.state, own_options.get(name, config.muon)
-            )
+            options = own_options.get(name, config.muon)
+            direction, has_weights = found(entry.direction), entry.has_weights
+            function = MatrixFunction(direction, entry.scale, entry.state, has_weights, options)
             parts.append(kind(members, function, config.muon, heads, ranks))
     is_plain = len(parts) == 1 and not isinstance(parts[0], MatrixOptimizer)
     optimizer = parts[0] if is_plain else without_compiler(SeveralOptimizers)(parts)

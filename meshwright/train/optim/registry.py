@@ -28,7 +28,8 @@ class ElementWise:
     """An optimizer that updates each element by itself, so that it may see any shard."""
 
     build: Function
-    """From parameter groups and the section `optimizer` to a fused `torch.optim.Optimizer`."""
+    """From parameter groups, the section `optimizer` and the options of [options.NAME], if there is
+    a model of them, to a fused `torch.optim.Optimizer`."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,15 @@ class MatrixWise:
     """From B matrices (B, R, C), in `optimizer.muon.dtype`, and the options to their updates, of
     the same shape and type. Each follows from its own matrix only. With `state`, the matrices are
     the gradients in fp32, there is a third argument, the state (B, ...) by name, and a second
-    result, the new state."""
+    result, the new state. With `has_weights`, the last argument is the weights, fp32."""
     scale: Callable[[int, int, Any], float]
     """From R, C and the options to the factor on the update."""
     state: Callable[[int, int], Mapping[str, tuple[int, ...]]] | None = None
     """From R and C to the shapes of the state of a matrix, by name: fp32, and zeros at first. Only
     the rank that computes the matrix's updates keeps it, and saves it. None: Muon's momentum is
     the only state, and the matrices are that."""
+    has_weights: bool = False
+    """Whether `direction` looks at the weights: then they are brought together at every step."""
 
 
 def _scale(rows: int, columns: int, config: Muon) -> float:
