@@ -3,13 +3,22 @@
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import meshwright as mw
-from meshwright.train.resolve_model import extend_only_by
+from meshwright.commands.prove.bounds import bounds_of
+from meshwright.commands.prove.cases import build_case
+from meshwright.commands.prove.compare import compare
+from meshwright.commands.prove.measure import measure
+from meshwright.commands.prove.measurement import LAST_RESUMED_STEP
+from meshwright.commands.prove.prove import record_references
+from meshwright.commands.prove.shrink import shrink
+from meshwright.config.changes import changed
+from meshwright.train.resolve_model import TABLES, extend_only_by, resolve_model
 from tests.campaigns.new_user import example
 from tests.helpers.jobs import CONFIG
 
@@ -74,24 +83,39 @@ def together(*names: str) -> str:
     return "\n".join([*(f"{table} = {{}}" for table in TABLES), *parts])
 
 
-ON_A_MESH = {
-    "parallelism.tensor_parallel_degree": 2,
-    "parallelism.data_parallel_shard_degree": 2,
-}
+COMPUTES = ("model", "loss", "metric", "optimizer", "lion", "adafactor", "schedule")
+ALL = ("model", "loss", "metric", "schedule", "adafactor")
+DOUBLE = ("counts[1] += shard.gradient.numel()", "counts[1] += 1")
 
 
 @pytest.mark.slow
-def test_everything_that_computes_is_proved_on_a_mesh_of_two_axes() -> None:
-    """A model with parts of its own, a loss, a metric, a schedule, and two optimizers."""
-    kinds = ("model", "loss", "metric", "schedule", "adafactor")
-    module = together("lion", *(RECIPES[kind][0] for kind in kinds))
-    Path("mine.py").write_text(module)
-    keys: dict[str, Any] = {"experimental.custom_import": "mine.py"}
-    for kind in kinds:
-        keys |= RECIPES[kind][1]
-    keys["optimizer.groups"] = [{"parameters": ["*norm*"], "optimizer": "lion"}]
-    proof = mw.prove(mw.load("debug_model", ON_A_MESH | keys), quick=True)
-    assert proof["summary"] == "3 of 3 cases equal one process", proof
+@pytest.mark.parametrize("kind", [*COMPUTES, "all", "a metric that counts shards"])
+def test_a_recipe_equals_one_process_on_a_mesh_of_two_axes(kind: str, on_ranks, tmp_path) -> None:
+    """As `meshwright prove` compares them: steps, validation, checkpoint and resume."""
+    code, keys = "", dict[str, Any]()
+    if kind == "all":  # with two optimizers
+        code = together("lion", *(RECIPES[one][0] for one in ALL))
+        keys["optimizer.groups"] = [{"parameters": ["*norm*"], "optimizer": "lion"}]
+    elif kind in RECIPES:
+        code = example(RECIPES[kind][0])
+    else:
+        code = example("metric").replace(*DOUBLE)
+    for one in ALL if kind == "all" else {kind} & {*RECIPES}:
+        keys |= RECIPES[one][1]
+    (tmp_path / "mine.py").write_text(code)
+    keys["experimental.custom_import"] = str(tmp_path / "mine.py")
+    config = mw.load("debug_model", keys)
+    small = shrink(config, resolve_model(config)[1])
+    args = small.model.args | {"n_layers": 3}
+    small = changed(small, {"training": {"steps": LAST_RESUMED_STEP}, "model": {"args": args}})
+    case = build_case("mesh", small, {"dp_shard": 2, "tp": 2})
+    reference, file = record_references(partial(on_ranks, 1), small, {"fp32"}, tmp_path)["fp32"]
+    ranks = on_ranks(case.world_size, measure, case.config, case.world_size, file)
+    failures = compare(reference, ranks, bounds_of(case)).failures
+    if kind in RECIPES or kind == "all":
+        assert failures == []
+    else:
+        assert "optim/zero_share" in "".join(failures)
 
 
 @pytest.mark.slow

@@ -145,6 +145,14 @@ def test_a_schedule_of_your_own_is_the_docs(own) -> None:
     ]
 
 
+def test_a_schedule_may_give_numbers_of_numpy(own) -> None:
+    code = "import numpy\nSCHEDULES = {'half': lambda step, steps, _: numpy.float32(0.5)}"
+    config = load_config(own(code, "half"))
+    resolve(config, look(config, 1))
+    rate = learning_rate(config, 100)(1)
+    assert (type(rate), rate) == (float, config.optimizer.lr / 2)
+
+
 @pytest.mark.parametrize(
     ("code", "name", "others", "message"),
     [
@@ -160,6 +168,12 @@ def test_a_schedule_of_your_own_is_the_docs(own) -> None:
             "late",
             [],
             "its function raises for step 1 of 100: ZeroDivisionError: division by zero (",
+        ),
+        (
+            "calls = []\nSCHEDULES = {'counts': lambda *_: calls.append(1) or 1 / len(calls)}",
+            "counts",
+            [],
+            "its function gives 1.0 for step 1 of 100, and then 0.5\n  fix: let it follow from its",
         ),
         (
             "from meshwright.config.section import Section\n"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -89,15 +90,19 @@ def check_schedule(config: JobConfig, own_options: Mapping[str, Any]) -> None:
         return
     for step in (1, (steps + 1) // 2, steps):
         try:
-            value = function(step, steps, own_options.get(name, config.lr_scheduler))
+            given = (step, steps, own_options.get(name, config.lr_scheduler))
+            value, again = function(*given), function(*given)
         except Exception as error:  # whatever the user's function raises
             what = describe_error(error, file_of(function))
             rule = f"its function raises for step {step} of {steps}: {what}"
             raise config_error("lr_scheduler.name", name, rule, "correct it") from None
-        is_fraction = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+        # numbers of NumPy are real as well
+        is_fraction = isinstance(value, Real) and 0 <= float(value) < math.inf
         rule = f"its function gives {value!r} for step {step} of {steps}"
         fix = "return a fraction of the peak, 0 or more"
         check(is_fraction, "lr_scheduler.name", name, rule, fix)
+        rule, fix = f"{rule}, and then {again!r}", "let it follow from its arguments"
+        check(value == again, "lr_scheduler.name", name, rule, fix)
 
 
 FALLBACK = "AdamW"

@@ -67,4 +67,4 @@ def learning_rate(
     schedule = config.lr_scheduler
     steps, fraction = schedule.total_steps or steps, found(SCHEDULES[schedule.name])
     options = own_options.get(schedule.name, schedule)
-    return lambda step: config.optimizer.lr * fraction(step, steps, options)
+    return lambda step: config.optimizer.lr * float(fraction(step, steps, options))
