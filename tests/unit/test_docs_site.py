@@ -5,7 +5,10 @@
 
 import ast
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +141,30 @@ def test_every_benchmark_finds_what_it_imports(monkeypatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as a script that imports another has it
     for path in (ROOT / "benchmarks").glob("*.py"):
         importlib.import_module(f"benchmarks.{path.stem}")
+
+
+SLOW_PYTHON = f"""#!/usr/bin/env bash
+case "$*" in -m\\ pytest*|benchmarks/*|*collect_env*) echo began; sleep 60;; esac
+exec {sys.executable} "$@"
+"""
+
+
+def test_the_gpu_script_ends_in_time(tmp_path) -> None:
+    """Each part takes at most half of the time that is left; what didn't begin is named."""
+    (tmp_path / "python").write_text(SLOW_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    variables = os.environ | {"PATH": path, "VIRTUAL_ENV": sys.prefix}
+    result = subprocess.run(
+        [ROOT / "scripts/gpu_smoke.sh", "--minutes", "0.07", tmp_path / "out"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert re.search(r"^== one_gpu: stopped after \d s$", result.stdout, re.MULTILINE)
+    assert "\n== versions: no time is left\n" in result.stdout
+    assert (tmp_path / "out/one_gpu.txt").read_text() == "began\n"
 
 
 def test_the_docs_state_the_limits_of_the_gpu_script() -> None:
