@@ -51,11 +51,10 @@ def write(folder: Path) -> Path:
 
 def start(file: Path, number: int, *, is_real: bool, step_s: float = 0.03) -> subprocess.Popen:
     environment = os.environ | {STEP_S: str(step_s), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "tests.helpers.experiment_worker", str(file)]
-    if is_real:
-        words = [sys.executable, "-m", "meshwright", "experiment", "run", str(file)]
-    else:
+    program = "meshwright" if is_real else "tests.helpers.experiment_worker"
+    if not is_real:
         environment["FAKE_NODE"] = f"node{number}"
+    words = [sys.executable, "-m", program, "experiment", "run", str(file)]
     return subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
@@ -108,7 +107,9 @@ def main(words: Sequence[str] | None = None) -> None:
         while left > 0:
             rounds += 1
             file = write(Path(temporary) / f"round-{rounds}")
-            left -= disturbed(file, left, given.workers, draw, given.real)
+            killed = disturbed(file, left, given.workers, draw, given.real)
+            left -= killed
+            print(f"round {rounds}: {killed} kills", flush=True)
             assert results_of(file) == expected, (rounds, file)
             assert ends_of(file) == [1] * 12, (rounds, ends_of(file))
     seconds = time.monotonic() - since

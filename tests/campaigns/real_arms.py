@@ -2,11 +2,13 @@
 
     python -m tests.campaigns.real_arms nulls --count 100 --seed 1
     python -m tests.campaigns.real_arms effects
+    python -m tests.campaigns.real_arms meshes
 
 `nulls` draws arms of six kinds: a different mesh, different microbatches, a key without effect,
 `log_freq`, compilation, and runs that resume twice. `effects` trains eight changes, and prints the
-pairs that each took and the runs that an unpaired t test needs. Both exit with 1 if a verdict isn't
-the right one. With `--folder`, a campaign that was stopped goes on.
+pairs that each took and the runs that an unpaired t test needs. `meshes` trains two of them on one
+rank, with tensor parallelism and with FSDP2. All exit with 1 if a verdict isn't the right one. With
+`--folder`, a campaign that was stopped goes on.
 """
 
 import argparse
@@ -89,6 +91,14 @@ EFFECTS: dict[str, tuple[str, Arm]] = {
 """The right verdict of each change, "" if it isn't known, and its keys. In runs this short the
 base's learning rate is below the best one, and weight decay can't gain more than the margin."""
 
+MESHES: dict[str, Arm] = {
+    "one_rank": {},
+    "tp_2": {"ranks": 2, "parallelism.tensor_parallel_degree": 2},
+    "fsdp_2": {"ranks": 2, "parallelism.data_parallel_shard_degree": 2},
+}
+ON_MESHES = ("lr_x2", "lr_x1.01")
+"""Of the effects."""
+
 T_TEST = (1.96 + 0.84) ** 2
 """(z_0.975 + z_0.8)^2: an unpaired t test at 5 % has a power of 80 % with T_TEST (s / d)^2 runs of
 each arm, for a difference d of runs whose difference spreads by s (normal approximation)."""
@@ -164,13 +174,10 @@ def effects(folder: Path) -> int:
     many verdicts are wrong or open."""
     head = EXPERIMENT.format(steps=EFFECT_STEPS, lr=2e-3, warmup=6, freq=5)
     shown = run(folder / "effects", head, {name: keys for name, (_, keys) in EFFECTS.items()})
-    values, wrong = dict[str, list[float]](), 0
-    for line in (Path(shown["folder"]) / "results.jsonl").read_text().splitlines():
-        result = json.loads(line)
-        values.setdefault(result["arm"], []).append(result["value"])
+    values, wrong = values_of(shown), 0
     for arm in shown["arms"]:
         name, (right, _) = arm["arm"], EFFECTS[arm["arm"]]
-        spread = math.sqrt(variance(values[name]) + variance(values["base"]))
+        spread = math.sqrt(sum(variance(values[one].values()) for one in (name, "base")))
         unpaired = max(math.ceil(T_TEST * (spread / arm["mean"]) ** 2), 2)
         wrong += right != "" and arm["verdict"] not in right.split(" or ")
         print(
@@ -182,9 +189,45 @@ def effects(folder: Path) -> int:
     return wrong
 
 
+def meshes(folder: Path) -> int:
+    """Train each change on each mesh, all compared with the base on one rank; print how far its
+    numbers are from those of one rank, and return how many verdicts are wrong or open."""
+    head = EXPERIMENT.format(steps=EFFECT_STEPS, lr=2e-3, warmup=6, freq=5)
+    arms = {
+        f"{name}-{mesh}": EFFECTS[name][1] | keys
+        for name in ON_MESHES
+        for mesh, keys in MESHES.items()
+    }
+    shown, wrong = run(folder / "meshes", head, arms), 0
+    values = values_of(shown)
+    for arm in shown["arms"]:
+        name, _, _ = arm["arm"].partition("-")
+        first = values[f"{name}-one_rank"]
+        furthest = max(
+            abs(own - first[seed]) for seed, own in values[arm["arm"]].items() if seed in first
+        )
+        wrong += arm["verdict"] != EFFECTS[name][0]
+        print(
+            f"{arm['arm']:17} {arm['verdict']:6} {arm['mean']:+.5f}",
+            f"after {arm['num_pairs']} pairs;",
+            f"at most {furthest:.1e} from one rank",
+            flush=True,
+        )
+    return wrong
+
+
+def values_of(shown: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Return the numbers of the runs of an experiment, by arm and seed."""
+    values = dict[str, dict[int, float]]()
+    for line in (Path(shown["folder"]) / "results.jsonl").read_text().splitlines():
+        result = json.loads(line)
+        values.setdefault(result["arm"], {})[result["seed"]] = result["value"]
+    return values
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("nulls", "effects"))
+    parser.add_argument("what", choices=("nulls", "effects", "meshes"))
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="kinds of nulls")
@@ -192,8 +235,10 @@ def main(words: Sequence[str] | None = None) -> None:
     given, since = parser.parse_args(words), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.folder or Path(temporary)).absolute()
-        is_nulls = given.what == "nulls"
-        wrong = nulls(given.count, given.seed, given.only, folder) if is_nulls else effects(folder)
+        if given.what == "nulls":
+            wrong = nulls(given.count, given.seed, given.only, folder)
+        else:
+            wrong = effects(folder) if given.what == "effects" else meshes(folder)
         print(f"in {time.monotonic() - since:.0f} s")
     sys.exit(bool(wrong))
 

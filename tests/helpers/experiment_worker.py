@@ -1,4 +1,4 @@
-"""`meshwright experiment run` whose runs are `fake_train`'s: FILE.toml.
+"""`meshwright` for experiments whose runs are `fake_train`'s.
 
 $FAKE_NODE: name of a node of its own, which knows no process of another one, has no locks, and
 gives up the lease of another after 3 s.
@@ -8,7 +8,6 @@ import errno
 import fcntl
 import os
 import socket
-import sys
 
 from meshwright.commands.experiment import worker
 from meshwright.commands.main import main
@@ -25,5 +24,4 @@ if node := os.environ.get("FAKE_NODE"):
     socket.gethostname = lambda: node
     fcntl.flock = fcntl.lockf = no_lock
     lease.LEASE_S, lease.BEAT_S, lease.STUCK_S = 3.0, 0.5, 0.5
-sys.argv[1:1] = ["experiment", "run"]
 main()

@@ -38,6 +38,7 @@ CASES = {  # words, and the end of the output
         ["--configs=2", "--seed=11", "--most-ranks=2"],
         "(.* equal .*\n){2}.* in .*\n2 configs, seed 11: 0 wrong\n$",
     ),
+    "rounds": (["--rounds=2"], r"(\| round-\d .*\n){2}\d+ runs, the longest of .*\n$"),
 }
 
 

@@ -22,8 +22,8 @@ from meshwright.commands.experiment import verdict as verdicts
 from meshwright.commands.experiment.arms import register
 from meshwright.commands.experiment.command import EXIT_FAILED
 from meshwright.commands.experiment.registry import Arm, config_of
-from meshwright.commands.experiment.results import has_ended
-from meshwright.commands.experiment.spec import read_spec
+from meshwright.commands.experiment.results import Key, has_ended
+from meshwright.commands.experiment.spec import Document, read_spec
 from meshwright.commands.experiment.verdict import Pair, alpha_of, half_width, judge, least_pairs
 from meshwright.commands.main import run
 from meshwright.system.errors import EXIT_CONFIG, ConfigError
@@ -31,6 +31,7 @@ from meshwright.system.files import text_of
 from meshwright.system.lease import Lease
 from meshwright.train.facts import look
 from meshwright.train.resolve import resolve
+from tests.campaigns import rounds
 from tests.helpers import fake_train
 from tests.helpers.fake_train import BASE
 from tests.helpers.jobs import wait_for
@@ -186,8 +187,11 @@ def test_arms_are_added_and_stand_on_each_other(lab, capsys) -> None:
     assert lab("run") == 0
     assert lab.results()["hotter", 0]["value"] < lab.results()["hot", 0]["value"]
     assert lab_verdicts(lab, capsys)["hot"] == verdict
-    with pytest.raises(ConfigError, match="is an arm already"):
-        lab("add", "hotter", "optimizer.lr=1e-3")
+    with pytest.raises(ConfigError, match="the folder has this arm with other keys"):
+        lab("add", "hotter", "on=hot", "optimizer.lr=1e-3")
+    assert (
+        lab("add", "hotter", "on=hot", "optimizer.lr=x2") == 0
+    )  # as a script does that is run again
     with pytest.raises(ConfigError, match="is hot again"):
         lab("add", "same", "optimizer.lr=0.008")
 
@@ -218,6 +222,40 @@ def test_the_page_has_intervals_tables_and_seeds_and_needs_no_network(lab, tmp_p
     assert "<td>optimizer.lr = &#x27;x2&#x27;</td>" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("b", "optimizer.lr"), "KEY=VALUE = 'optimizer.lr': isn't one"),
+        (("b", "optimizer.lr=1", "optimizer.lr=2"), "'optimizer.lr=2': isn't one.*each key once"),
+        (("b", "optimizer.lr=nan"), "b: optimizer.lr = 'NaN': should be a valid number"),
+        (("b/c", "optimizer.lr=1"), "^NAME = 'b/c': can't name an arm"),
+        (("b", "from=x", "optimizer.lr=1"), "^from = 'x': must be a whole number"),
+        (("b", "optimizer.lr=x1"), "^NAME = 'b': is base again: no value differs"),
+    ],
+)
+def test_bad_words_of_add_are_one_error(lab, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        lab.write(ARMS)("add", *words)
+    assert not lab.runs.exists()
+
+
+def test_nested_keys_of_all_runs_are_keys(lab) -> None:
+    """The experiment would set its own frequency otherwise."""
+    lab.write(ARMS + "[common.validation]\nfreq = 8\n")("run")
+    assert [step for step, _ in lab.results()["base", 0]["curve"]] == [8, 16, 24]
+
+
+def test_a_long_name_of_a_draw_is_cut(lab) -> None:
+    keys = [f"'optimizer.{'long_' * 8}{n}' = [1]\n" for n in range(5)]
+    ((one,), (two,)) = (
+        read_spec(lab.write(f"[grid]\n{''.join(lines)}").file).requests()
+        for lines in (keys, [*keys[:4], keys[4].replace("[1]", "[2]")])
+    )
+    assert len(one.name) < 150
+    assert one.name[:100] == two.name[:100]
+    assert one.name != two.name
+
+
 def test_draws_make_arms(lab) -> None:
     lab.write(
         """
@@ -233,9 +271,9 @@ def test_draws_make_arms(lab) -> None:
     )
     names = [one.name for one in read_spec(lab.file).requests()]
     assert names[:2] == ["lr=0.004,weight_decay=0.1", "lr=0.004,weight_decay=0.0"]
-    more = [one.keys for one in read_spec(lab.file).requests()][-2:]
+    more = [one.asked for one in read_spec(lab.file).requests()][-2:]
     lab.file.write_text(lab.file.read_text().replace("count = 2", "count = 3"))
-    assert [one.keys for one in read_spec(lab.file).requests()][-3:-1] == more
+    assert [one.asked for one in read_spec(lab.file).requests()][-3:-1] == more
     assert lab("run") in (0, 3)
     kept = json.loads((lab.runs / "experiment.json").read_text())
     # two of the draws are the base
@@ -300,10 +338,10 @@ def test_a_run_of_a_screening_can_be_resumed_and_keeps_the_schedule_of_its_base(
         BASE + "[checkpoint]\nlast_save_model_only = true\n[lr_scheduler]\ntotal_steps = 99\n"
     )
     arm = lab.write(SCREEN) and register(read_spec(lab.file)).arms["lr=0.007"]
-    assert worker._settings_of_screening(arm, 24) == {"checkpoint.last_save_model_only": False}
+    assert worker.settings_of_part(arm, 24) == {"checkpoint.last_save_model_only": False}
     base.write_text(BASE)
     both = {"checkpoint.last_save_model_only": False, "lr_scheduler.total_steps": 24}
-    assert worker._settings_of_screening(arm, 24) == both
+    assert worker.settings_of_part(arm, 24) == both
 
 
 def test_a_screening_keeps_the_best_and_judges_them_on_fresh_seeds(lab, capsys) -> None:
@@ -381,27 +419,40 @@ def test_a_run_whose_folder_a_living_job_has_is_not_judged(lab, capsys, monkeypa
             '[arms.a]\n"training.seq_len" = 32',
             "validated otherwise: by a different training.seq_len",
         ),
-        ('[arms.a]\n"optimizer.lrr" = 4', r"lab.toml:5: a: --optimizer.lrr: unknown key"),
+        ('[arms.a]\n"optimizer.lrr" = 4', r"lab.toml:6: a: optimizer.lrr: unknown key"),
         ('[arms.a]\n"optimizer.lr" = "x2"\n[arms.b]\n"optimizer.lr" = 8e-3', "b.*is a again"),
         ("[arms.a]\nlr = 2", r"arms.a.lr = 2: is no key of a config"),
         ('[arms.a]\non = "b"\n"optimizer.lr" = 2', "there is no such arm"),
         ('[arms.a]\n"optimizer.decay" = "x2"', "base has no positive number there"),
         ('[arms.base]\n"optimizer.lr" = 2', "can't name an arm"),
         ('[arms."results.jsonl"]\n"optimizer.lr" = 2', "can't name an arm"),
-        ('[grid]\n"optimizer.lr" = 4', "must be a list of values"),
-        ('[random]\ncount = 0\n"optimizer.lr" = [1, 2]', "must be a positive number"),
+        ('[grid]\n"optimizer.lr" = 4', "should be a valid list"),
+        (
+            '[random]\ncount = 0\n"optimizer.lr" = [1, 2]',
+            "random.count = 0: should be greater than 0",
+        ),
         ('[random]\ncount = 2\n"optimizer.lr" = {log = [0, 1]}', "isn't a range to draw from"),
+        ("[arms.a]\n'optimizer.lr' = 2024-01-01", r"lab.toml:6: a: optimizer.lr = .*valid number"),
+        ("[common]\n'optimizer.lr' = 2024-01-01", r"lab.toml:6: base: optimizer.lr = .*valid numb"),
+        ("[common.training]\nsteps = 4", "lab.toml:6: common.training.steps = 4: can't vary here"),
+        ('[arms.a]\nbase = "nope.toml"', "lab.toml:6: nope.toml: neither a file"),
+        ("[random]\ncount = 2", "lab.toml has no arm to train"),
+        (
+            "[random]\ncount = 10_000_000\n'optimizer.lr' = [1, 2]",
+            "random.count = .*or equal to 1000",
+        ),
+        (f"[grid]\n'a.b' = {[*range(40)]}\n'a.c' = {[*range(40)]}", "grid = 1600: more than 1,000"),
+        ("[screen]\nseeds = [-1]", r"lab.toml:6: screen.seeds.0 = -1: should be greater than"),
         ("[screen]\nseeds = [3]", r"lab.toml:6: .*seeds 0 to 3 are the verdict's"),
         ('[arms.a]\non = "b"\n[arms.b]\n[screen]', "can't change one that may be dropped"),
         ('[common]\n"training.steps" = 4', "the budget decides it"),
         ('[arms.a]\nfrom = 19\n"optimizer.lr" = 1', r"lab.toml:6: .*must be at most 18, where"),
-        ('[arms.a]\nfrom = "x"\n"optimizer.lr" = 1', "must be a step"),
+        (
+            '[arms.a]\nfrom = "x"\n"optimizer.lr" = 1',
+            "lab.toml:6: arms.a.from = 'x': must be a whole",
+        ),
         ('[arms.a]\nfrom = 6\n"optimizer.name" = "muon"', "saved with a different optimizer"),
         ('[arms.a]\nfrom = 6\n"model.args.dim" = 64', r"step-6 of base.* was saved with 32"),
-        (
-            '[common]\n"checkpoint.interval" = 5\n[arms.a]\nfrom = 6\n"optimizer.lr" = 1',
-            "must be a multiple of checkpoint.interval = 5 .*fix: leave that key out",
-        ),
         (
             '[arms.a]\nfrom = 6\n"optimizer.lr" = 1\n[screen]\nseeds = [9]',
             "a screening doesn't train the base",
@@ -424,7 +475,8 @@ def test_bad_arms_are_rejected_before_anything_runs(lab, text: str, message: str
         ("budget.minutes = 4", "unknown key budget.minutes"),
         ("budget.tokens = 4", "needs steps, tokens or seconds, and only one of them"),
         ("seeds = 1", "greater than or equal to 2"),
-        ('base = "tinny.toml"', "did you mean tiny.toml"),
+        ('base = "tinny.toml"', "lab.toml:4: tinny.toml: .*did you mean tiny.toml"),
+        ('folder = "s3://runs/lab"', "lab.toml:5: folder = .*: is an address"),
     ],
 )
 def test_a_bad_experiment_is_rejected(lab, head: str, message: str) -> None:
@@ -461,54 +513,71 @@ def test_branches_start_from_a_checkpoint_of_the_base_of_the_same_seed(lab, caps
         folders = [lab.runs / name / f"seed-{seed}" for name in ("base", "late", "silent")]
         firsts = [json.loads(text_of(one / "metrics.jsonl").split("\n")[0]) for one in folders]
         assert [row["step"] for row in firsts] == [1, 13, 9]
-    with pytest.raises(ConfigError, match=r"step-10 is not there, and that run is over"):
-        lab("add", "later", "from=10", "optimizer.lr=x3")
     with pytest.raises(ConfigError, match="the folder has this arm with other keys"):
         lab.write(BRANCHES.replace("12", "16"))("run")
-    lab.write(BRANCHES)
-    assert lab("add", "later", "from=16", "optimizer.lr=x3") == 0
-    shutil.rmtree(lab.runs / "base/seed-0/checkpoint/step-16")
-    with pytest.raises(ConfigError, match=r"remove .*/base/seed-0: that run is then taken again"):
-        lab("run")
-    shutil.rmtree(lab.runs / "base/seed-0")
-    assert lab("run") == 0
 
 
-def test_a_branch_of_a_run_that_is_being_trained_needs_a_checkpoint_that_it_keeps(lab) -> None:
+def starts_of(folder: Path) -> list[tuple[int, int]]:
+    """From where and to where each process of a run trained, if it ended as it should."""
+    events = [json.loads(line) for line in text_of(folder / "history.jsonl").splitlines()]
+    assert [one["event"] for one in events] == ["start", "end"] * (len(events) // 2)
+    steps = [one["step"] for one in events]
+    return [*zip(steps[::2], steps[1::2], strict=True)]
+
+
+def test_a_branch_whose_checkpoint_is_gone_trains_its_start_itself(lab, capsys) -> None:
+    """As its reference, which may be a branch as well."""
     lab.write(BRANCHES)("run")
-    shutil.rmtree(lab.runs / "base/seed-1")
-    folder = lab.runs / "base/seed-1"
-    folder.mkdir()
-    saves = "[checkpoint]\ninterval = {}\nkeep_every_n_steps = {}\n"
-    (folder / "config.toml").write_text(saves.format(4, 4))
-    shutil.copytree(lab.runs / "base/seed-0/checkpoint/step-16", folder / "checkpoint/step-12")
-    shutil.move(folder / "checkpoint/step-12", lab.runs / "base/seed-0/checkpoint/step-10")
-    message = r"seed-1 is being trained, and keeps no .*\n  fix: write from = 4, or a multiple"
-    with pytest.raises(ConfigError, match=message):
-        lab("add", "later", "from=10", "optimizer.lr=x3")
-    (folder / "config.toml").write_text(saves.format(4, 0))
-    with pytest.raises(ConfigError, match=r"keeps no checkpoint .*\n  fix: leave from out; or"):
-        lab("add", "later", "from=16", "optimizer.lr=x3")
-    (folder / "config.toml").write_text(saves.format(4, 8))
-    assert lab("add", "later", "from=16", "optimizer.lr=x3") == 0
+    assert lab("add", "later", "on=late", "from=16", "metrics.log_freq=7") == 0
+    shutil.rmtree(lab.runs / "base/seed-0/checkpoint")
+    assert lab("run") == 0
+    assert starts_of(lab.runs / "later/seed-0") == [(0, 12), (12, 16), (16, 24)]
+    assert starts_of(lab.runs / "later/seed-1") == [(12, 16), (16, 24)]
+    later = lab_verdicts(lab, capsys)["later"]
+    assert (later["verdict"], later["from"], later["num_pairs"]) == ("identical", 16, 2)
 
 
-def test_branches_that_would_save_a_checkpoint_every_few_steps_are_rejected(lab) -> None:
+def test_the_same_change_at_another_step_is_another_arm(lab) -> None:
+    text = BRANCHES + '[arms.later]\nfrom = 16\n"optimizer.lr" = "x2"\n'
+    arms = register(read_spec(lab.write(text).file)).arms
+    assert [arm.branch for arm in arms.values()] == [0, 12, 8, 16]
+    with pytest.raises(ConfigError, match="'again': is late again: no value differs"):
+        lab("add", "again", "from=12", "optimizer.lr=x2")
+
+
+def test_branches_that_would_keep_a_checkpoint_every_few_steps_keep_none(lab) -> None:
     head = HEAD.replace("steps = 24", "steps = 600")
-    with pytest.raises(ConfigError, match="150 checkpoints, one every 4 steps, the greatest"):
-        lab.write(BRANCHES, head)("run")
-    assert not lab.runs.exists()
+    experiment = register(read_spec(lab.write(BRANCHES, head).file))
+    assert worker.settings_of_origin(experiment, experiment.arms["base"], {}) == {}
+    lab.file = lab.folder / "rarer.toml"
+    experiment = register(read_spec(lab.write(BRANCHES.replace("= 8", "= 24"), head).file))
+    kept = worker.settings_of_origin(
+        experiment, experiment.arms["base"], {"checkpoint.interval": 6}
+    )
+    assert kept == {"checkpoint.keep_every_n_steps": 12}
 
 
 @pytest.mark.slow
-def test_a_branch_that_changes_nothing_has_the_bits_of_its_base(tmp_path: Path, capsys) -> None:
-    """By real runs: the branch resumes, and its seeds have other weights and batches."""
+def test_a_branch_that_changes_nothing_has_the_bits_of_its_base(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    """By real runs: the branch resumes, and its seeds have other weights and batches. One of them
+    trains its start itself."""
     lab = Lab(tmp_path).write(BRANCHES[BRANCHES.index("[arms.silent]") :])
+    branch_off = worker.branch_off
+
+    def kept_by_seed_0(document: Document, arm: Arm, key: Key) -> bool:
+        if arm.branch and key.seed == 1:
+            folder = lab.runs / "base/seed-1/checkpoint"
+            shutil.rmtree(folder / "step-8", ignore_errors=True)
+        return branch_off(document, arm, key)
+
+    monkeypatch.setattr(worker, "branch_off", kept_by_seed_0)
     assert lab("run", "--json") == 0
     (arm,) = json.loads(capsys.readouterr().out)["arms"]
     assert (arm["verdict"], arm["num_pairs"]) == ("identical", 2)
-    starts = (lab.runs / "silent/seed-0/history.jsonl").read_text().splitlines()
-    assert json.loads(starts[0])["step"] == 8
+    assert starts_of(lab.runs / "silent/seed-0") == [(8, 24)]
+    assert starts_of(lab.runs / "silent/seed-1") == [(0, 8), (8, 24)]
 
 
 def test_a_branch_and_its_base_are_judged_by_the_same_validations(lab, capsys) -> None:
@@ -563,9 +632,57 @@ def test_a_folder_of_another_experiment_is_rejected(lab, capsys) -> None:
     assert [arm["arm"] for arm in summary["arms"]] == ["hot"]
 
 
+def test_a_damaged_result_is_one_error_and_judged_again(lab) -> None:
+    lab.write(ARMS)("run")
+    results, file = lab.results(), lab.runs / "hot/seed-1/result.json"
+    for text in ("", "[]", '{"arm": "hot"}', '{"a": 1}'):
+        file.write_text(text)
+        with pytest.raises(
+            ConfigError, match="hot/seed-1/result.json: is damaged: .*\n  fix: remove"
+        ):
+            lab("show")
+    file.unlink()
+    lab("run")
+    assert lab.results()["hot", 1]["value"] == results["hot", 1]["value"]
+    assert (file.parent / "pids.txt").read_text().count("\n") == 1  # it isn't trained again
+
+
+@pytest.mark.slow
+def test_the_printed_loop_keeps_what_is_better_and_can_be_started_again(lab) -> None:
+    verdicts = {
+        "optimizer.lr=x1.5": "better",
+        "optimizer.lr=x1000": "diverged",
+        "optimizer.weight_decay=0.1": "rejected",
+        "metrics.log_freq=7": "identical",
+    }
+    changes = {}
+    for change in verdicts:
+        key, _, value = change.partition("=")
+        changes.setdefault(key, []).append(value)
+    code = re.sub(r"(?<=CHANGES = ){.*?}", repr(changes), rounds.loop(), flags=re.DOTALL)
+    command = f'#!/bin/sh\nexec {sys.executable} -m tests.helpers.experiment_worker "$@"\n'
+    lab.write("")
+    printed = []
+    for _ in range(2):
+        done = rounds.play(lab.folder, code, command, "lab.toml", "8", "4")
+        assert done.returncode == 0
+        printed.append(done.stdout.splitlines())
+    assert printed[0] == printed[1]
+    rows, best = [line.split() for line in printed[0]], "base"
+    for number, (name, change, verdict, *facts) in enumerate(rows, 1):
+        assert name == f"round-{number}"
+        # the same change of the same arm, once more, is rejected as well
+        assert verdict in (verdicts[change], "rejected")
+        best = name if verdict == "better" else best
+        assert verdict == "rejected" or facts[-1] == best
+    assert {verdict for _, _, verdict, *_ in rows} == {*verdicts.values()}
+    assert len(printed[0]) == 8
+
+
 def worker_of(lab: Lab) -> subprocess.Popen:
     environment = os.environ | {fake_train.STEP_S: "0.02"}
-    words = [sys.executable, "-m", "tests.helpers.experiment_worker", str(lab.file)]
+    words = [sys.executable, "-m", "tests.helpers.experiment_worker"]
+    words += ["experiment", "run", str(lab.file)]
     return subprocess.Popen(words, env=environment, cwd=ROOT)
 
 

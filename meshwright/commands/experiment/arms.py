@@ -5,9 +5,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from meshwright.commands.experiment.branches import check_branch, check_resumes
+from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.commands.experiment.registry import (
     Arm,
     Experiment,
@@ -19,14 +20,15 @@ from meshwright.commands.experiment.registry import (
     save,
     without_job,
 )
+from meshwright.commands.experiment.results import LAST_QUARTER
 from meshwright.commands.experiment.spec import BASE, Document, Request, Values
 from meshwright.config.changes import differences, to_json
 from meshwright.datasets.named_sources import entries, validation_entries
 from meshwright.system.errors import ConfigError, Mistakes, check, config_error, did_you_mean
 from meshwright.system.machine import count_ranks
 from meshwright.train.best_validation import VALIDATED_ON
-from meshwright.train.facts import look, look_at_files
-from meshwright.train.resolve import ResolvedJob, resolve
+from meshwright.train.facts import Saved, look, look_at_files
+from meshwright.train.resolve import ResolvedJob, resolve, resume_from
 
 RESUMES = "a run that is killed must resume"
 
@@ -61,40 +63,31 @@ def register(document: Document, added: Sequence[Request] = ()) -> Experiment:
     requests = [*document.requests(), *added]
     try:
         known = load(document)
-        new = [one for one in requests if known is None or one.name not in known.arms]
         if known is not None and document.spec.screen is not None:
-            for late in new:
+            for one in requests:
+                is_late = one.place != "" and one.name not in known.arms
                 rule, fix = "the screening started without it", "use meshwright experiment add"
-                check(not late.place, late.place, late.name, rule, fix)
+                check(not is_late, one.place, one.name, rule, fix)
         with chdir(document.file.parent):
-            checked = Arms(document, known).add(requests) if known is None or new else known
-            # a mistake leaves no folder
-            _check_any(document, requests, checked)
-            if checked is not known:
+            checked = Arms(document, known).add(requests)
+            is_empty = not requests and all(arm.place for arm in checked.arms.values())
+            if is_empty or len(checked.arms) == 1:
+                name = document.file.name
+                fix = f"add [arms.NAME], or: meshwright experiment add {name} NAME KEY=VALUE"
+                raise ConfigError("arms", f"{name} has no arm to train\n  fix: {fix}")
+            if checked != known:  # a mistake leaves no folder
                 with lease(document, "arms"):
                     # a different worker may have added some by now
                     checked = Arms(document, load(document)).add(requests)
                     save(document, checked)
-        for request in requests:
-            arm = checked.arms.get(request.name)
+        for one in requests:
+            is_same = one.name not in checked.arms or one.asks_as(checked.arms[one.name])
             rule = "the folder has this arm with other keys"
             fix = "give it a different name, or choose a different folder"
-            is_same = arm is None or (arm.asked, arm.on, arm.branch, arm.steps) == (
-                request.keys,
-                request.on,
-                request.branch,
-                request.steps,
-            )
-            check(is_same, request.place, request.name, rule, fix)
+            check(is_same, one.place, one.name, rule, fix)
     except ConfigError as error:
         raise document.explain(error) from None
     return checked
-
-
-def _check_any(document: Document, requests: Sequence[Request], experiment: Experiment) -> None:
-    if not requests and not any(arm.is_added for arm in experiment.arms.values()):
-        fix = f"add [arms.NAME], or: meshwright experiment add {document.file.name} NAME KEY=VALUE"
-        raise ConfigError("arms", f"{document.file.name} has no arm to train\n  fix: {fix}")
 
 
 def has_gpus() -> bool:
@@ -127,19 +120,22 @@ class Arms:
         """Return the experiment with its base."""
         name, common = self._spec.base, self._spec.common
         for key, value in common.items():
-            _check_key("common", key, value, OF_RUNS)
-        arm = Arm(BASE, 0, path_of(self._document), common, {}, self._count_ranks(), "")
-        self._jobs[BASE] = resolved = self._resolve(arm, "base")
+            _check_key(f"common.{key}", key, value, OF_RUNS)
+        arm = Arm(
+            BASE,
+            "base",
+            common,
+            on="",
+            config=path_of(self._document),
+            keys=common,
+            ranks=self._count_ranks(),
+        )
+        self._jobs[BASE] = resolved = self._resolve(arm)
         is_set = resolved.written.training.global_batch_size != -1
         fix = "set it in [common] or in the base"
         check(is_set, "base", name, "training.global_batch_size follows the number of ranks", fix)
-        check(
-            resolved.config.validation.enable,
-            "base",
-            name,
-            "doesn't validate",
-            "enable [validation]",
-        )
+        is_judged = resolved.config.validation.enable
+        check(is_judged, "base", name, "doesn't validate", "enable [validation]")
         average = "average/" if resolved.config.checkpoint.average.is_on else ""
         metric, logged = self._spec.metric or f"{average}validation/loss", _metrics(resolved)
         fix = did_you_mean(metric, logged)
@@ -154,47 +150,42 @@ class Arms:
 
     def _arm(self, request: Request) -> Arm | None:
         """Return an arm, checked; None if a draw is one that there is already."""
-        place = request.place or "KEY=VALUE"
         fix = did_you_mean(request.on, self._arms)
-        check(request.on in self._arms, f"{place}.on", request.on, "there is no such arm", fix)
-        for key, value in request.keys.items():
-            _check_key(place, key, value, OF_ARMS)
+        is_known = request.on in self._arms
+        check(is_known, request.key("on"), request.on, "there is no such arm", fix)
+        for key, value in request.asked.items():
+            _check_key(request.key(key), key, value, OF_ARMS)
         reference = self._arms[request.on]
         config, below = reference.config, reference.keys
         if request.base:
-            config, below = path_of(self._document, request.base), self._spec.common
-        values = {key: self._value(request, key) for key in request.keys}
-        ranks = self._count_ranks(request.ranks or reference.ranks)
+            config = path_of(self._document, request.base, request.key("base"))
+            below = self._spec.common
         arm = Arm(
-            request.name,
+            **vars(request),
             number=len(self._arms),
             config=config,
-            keys=below | values,
-            asked=request.keys,
-            ranks=ranks,
-            on=request.on,
-            is_added=not request.place,
-            steps=request.steps,
-            branch=request.branch,
+            keys=below | {key: self._value(request, key) for key in request.asked},
+            ranks=self._count_ranks(request.own_ranks or reference.ranks),
         )
-        resolved = self._resolve(arm, place)
+        resolved = self._resolve(arm)
         # an arm with steps of its own is never the same run
         twin = None if arm.steps else self._twin(arm, resolved)
         if twin is not None:
             rule = f"is {twin} again: no value differs"
-            check(request.is_drawn, place, request.name, rule, "change a value, or leave it out")
+            fix = "change a value, or leave it out"
+            check(request.is_drawn, request.place or "NAME", request.name, rule, fix)
             return None
-        self._check_judged_alike(place, resolved, self.job(request.on))
+        self._check_judged_alike(request, resolved, self.job(request.on))
         if arm.branch:
-            check_branch(self._document, self._known, place, arm, reference, self._arms.values())
-            check_resumes(place, arm, resolved, self.job(request.on))
+            _check_branch(self._document, arm, self._known.steps_of(reference))
+            _check_resumes(arm, resolved, self.job(request.on))
         self._jobs[arm.name] = resolved
-        unpaired = [*_unpaired(resolved, self.job(request.on))]
+        unpaired = _unpaired(resolved, self.job(request.on))
         return replace(arm, tokens_per_step=resolved.config.tokens_per_step, unpaired=unpaired)
 
     def _value(self, request: Request, key: str) -> Any:
         """Return the value of a key: "x2" is twice the reference's."""
-        value = request.keys[key]
+        value = request.asked[key]
         match = TIMES.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             return value
@@ -206,17 +197,17 @@ class Arms:
             below = below.get(part) if isinstance(below, Mapping) else None
         is_number = type(below) in (int, float) and below > 0
         rule = f"{request.on} has no positive number there"
-        check(is_number, f"{request.place}.{key}", value, rule, "write the value itself")
+        check(is_number, request.key(key), value, rule, "write the value itself")
         product = float(match[1]) * below
         return int(product) if isinstance(below, int) and product.is_integer() else product
 
     def job(self, name: str) -> ResolvedJob:
         """Return the job of an arm that is registered."""
         if name not in self._jobs:
-            self._jobs[name] = self._resolve(self._arms[name], name)
+            self._jobs[name] = self._resolve(self._arms[name])
         return self._jobs[name]
 
-    def _resolve(self, arm: Arm, place: str) -> ResolvedJob:
+    def _resolve(self, arm: Arm) -> ResolvedJob:
         """Return the job of an arm, if it can run."""
         # of no run, so that none is resumed here
         own: Values = {"job.dump_folder": str(self._document.folder / arm.name / "seed-new")}
@@ -227,25 +218,25 @@ class Arms:
             facts = look(config, arm.ranks, expects_gpus=self._on_gpus)
             return resolve(config, look_at_files(config, facts))
         except ConfigError as error:
-            raise ConfigError(place, f"{arm.name}: {error}") from None
+            text = str(error)
+            key = next((key for key in arm.asked if f"--{key}" in text), "")
+            place = f"common.{key}" if arm.name == BASE and key else arm.key(key).strip(".")
+            text = text.replace(f"--{key}", key) if key else text
+            raise ConfigError(place, f"{arm.name}: {text}") from None
 
     def _twin(self, arm: Arm, resolved: ResolvedJob) -> str | None:
         """Return the arm that runs the same already; None: there is none."""
-        values = without_job(resolved.written)
-        if (
-            self._arms[arm.on].ranks == arm.ranks
-            and without_job(self.job(arm.on).written) == values
-        ):
+        written = (without_job(job.written) for job in (resolved, self.job(arm.on)))
+        if self._arms[arm.on].ranks == arm.ranks and next(written) == next(written):
             return arm.on
-        alike = (arm.config, arm.keys, arm.ranks)
         others = self._arms.values()
-        return next((a.name for a in others if (a.config, a.keys, a.ranks) == alike), None)
+        return next((one.name for one in others if _runs_of(one) == _runs_of(arm)), None)
 
     def _check_judged_alike(
-        self, place: str, resolved: ResolvedJob, reference: ResolvedJob
+        self, request: Request, resolved: ResolvedJob, reference: ResolvedJob
     ) -> None:
         metric, decisive = self._known.metric, {*VALIDATED_ON, "validation.freq"}
-        check(metric in _metrics(resolved), "metric", metric, f"{place} doesn't log it")
+        check(metric in _metrics(resolved), "metric", metric, f"{request.name} doesn't log it")
         if resolved.config.training.validation_fraction:
             decisive |= {"training.dataset", "training.datasets", "training.dataset_path"}
         both = (to_json(reference.config), to_json(resolved.config))
@@ -256,12 +247,16 @@ class Arms:
         if keys:
             rule = f"would be validated otherwise: by a different {', '.join(sorted(keys))}"
             fix = "keep it; of other tokenizers, bits_per_byte can be compared"
-            raise config_error(place, place.rpartition(".")[2], rule, fix)
+            raise config_error(request.place, request.name, rule, fix)
+
+
+def _runs_of(arm: Arm) -> tuple[object, ...]:
+    return arm.config, arm.keys, arm.ranks, arm.branch, arm.on if arm.branch else ""
 
 
 def _check_key(place: str, key: str, value: object, reserved: Mapping[str, str]) -> None:
     why = next((why for start, why in reserved.items() if key.startswith(start)), "")
-    check(not why, f"{place}.{key}", value, f"can't vary here: {why}", "leave it out")
+    check(not why, place, value, f"can't vary here: {why}", "leave it out")
 
 
 def _metrics(resolved: ResolvedJob) -> list[str]:
@@ -278,19 +273,52 @@ def _metrics(resolved: ResolvedJob) -> list[str]:
     return logged
 
 
-def _unpaired(resolved: ResolvedJob, reference: ResolvedJob) -> Iterator[str]:
-    """Yield the parts that equal seeds don't make equal."""
-    both = (resolved, reference)
-    ours, theirs = (
-        {name: p.shape for name, p in job.model_args.table.parameters.items()} for job in both
-    )
-    if ours != theirs:
-        yield "weights"
-    if _data_of(resolved) != _data_of(reference):
-        yield "data"
+def _unpaired(resolved: ResolvedJob, reference: ResolvedJob) -> list[str]:
+    """Return which of "weights" and "data" equal seeds don't make equal."""
+
+    def parts(job: ResolvedJob) -> Iterator[object]:
+        yield {name: one.shape for name, one in job.model_args.table.parameters.items()}
+        training = job.config.training
+        sources = [(entry.source, entry.weight) for entry in entries(training, "training")]
+        yield job.data_identity, sources, training.global_batch_size
+
+    both = zip(("weights", "data"), parts(resolved), parts(reference), strict=True)
+    return [name for name, ours, theirs in both if ours != theirs]
 
 
-def _data_of(resolved: ResolvedJob) -> tuple[object, ...]:
-    training = resolved.config.training
-    sources = [(entry.source, entry.weight) for entry in entries(training, "training")]
-    return resolved.data_identity, sources, training.global_batch_size
+def _check_branch(document: Document, arm: Arm, steps: int) -> None:
+    """Check that an arm can branch off from a run of so many steps, and be judged.
+
+    Raises:
+        ConfigError: if it can't.
+    """
+    key, spec = arm.key("from"), document.spec
+    rule = "a branch needs a budget in steps or tokens: seconds become steps when the base is timed"
+    check(not spec.budget.seconds, key, arm.branch, rule, "write budget = {steps = ...}")
+    rule = "a screening doesn't train the base, so there is nothing to start from"
+    check(spec.screen is None or not arm.place, key, arm.branch, rule, "leave out [screen] or from")
+    most = int(LAST_QUARTER * steps)
+    rule = f"must be at most {most}, where the validations that judge a run start"
+    check(arm.branch <= most, key, arm.branch, rule, f"write from = {most}")
+
+
+def _check_resumes(arm: Arm, job: ResolvedJob, reference: ResolvedJob) -> None:
+    """Check that an arm changes only what a resume may change.
+
+    Raises:
+        ConfigError: naming each key that keeps it from that.
+    """
+    manifest: Any = NO_JOB | {
+        "step": arm.branch,
+        "stage": reference.stage_number,
+        "config": to_json(reference.config),
+        "data_identity": reference.data_identity,
+        "model_name": reference.config.model.name,
+        "model_args": asdict(reference.model_args),
+        "frozen": sorted(reference.frozen),
+        "own_code": reference.own_code,
+    }
+    try:
+        resume_from(job, Saved(Path(f"step-{arm.branch} of {arm.on}"), manifest))
+    except ConfigError as error:
+        raise ConfigError(arm.place, f"{arm.name}: {error}") from None

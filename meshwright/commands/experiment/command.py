@@ -1,29 +1,24 @@
-"""`meshwright experiment run | show | add`: the commands."""
+"""`meshwright experiment run | show | add`: the commands, and what a ladder's share with them."""
 
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import tomli
 
-from meshwright.commands.experiment.spec import Document, as_request, read_spec
+from meshwright.commands.experiment.spec import Document, as_request, read_spec, without_dates
 from meshwright.commands.options import input_path, output_file, write_output
 from meshwright.config.command_line import Parser
-from meshwright.system.errors import ConfigError, StopRequested, check, code_of_request, numbered
-from meshwright.system.log import align, log_to_console, logger
+from meshwright.system.errors import ConfigError, StopRequested, check, code_of_request
+from meshwright.system.log import log_to_console, logger
 
 if TYPE_CHECKING:
     from meshwright.commands.experiment.state import State
 
-AnyState = TypeVar("AnyState", bound="State")
-
 EXIT_FAILED, EXIT_OPEN = 1, 3
 """A run crashed twice in a row; the seeds are used up, and an arm is open."""
-
-NAMES = {"diverged": "worse: diverges", "identical": "identical: the same bits"}
-"""Verdicts in words, where one isn't enough."""
 
 
 def add_options(parser: Parser) -> None:
@@ -58,44 +53,9 @@ def run(given: Namespace) -> None:
         ConfigError: before any run, if one of the arms can't run or couldn't be judged.
     """
     # not at the top: numpy and the tables of models take half a second
-    from meshwright.commands.experiment.arms import register
     from meshwright.commands.experiment.state import State
 
-    document = read_spec(given.file)
-    register(document)
-    state = work(document, given, State)
-    _print(state.summary(), is_json=given.json)
-    if state.failed:
-        sys.exit(EXIT_FAILED)
-    if state.open_arms:
-        sys.exit(EXIT_OPEN)
-
-
-def work(document: Document, given: Namespace, make_state: Callable[..., AnyState]) -> AnyState:
-    """Take the runs of a list until none is wanted, and return its state then. A request to stop
-    ends the process, and the runs can be continued.
-
-    Raises:
-        ConfigError: if the list's runs are on GPUs, and this node has none, or the other way round.
-    """
-    # not at the top: see `run`
-    from meshwright.commands.experiment.arms import has_gpus
-    from meshwright.commands.experiment.registry import load
-    from meshwright.commands.experiment.worker import Worker
-
-    known = load(document)
-    if known is not None and known.on_gpus != has_gpus():
-        place = f"{document.folder}: its runs are on {'GPUs' if known.on_gpus else 'CPUs'}"
-        fix = "start this worker on such a node, or choose a different folder"
-        raise ConfigError("", f"{place}, which this node's wouldn't be\n  fix: {fix}")
-    if not given.json:
-        log_to_console()
-    note = (lambda line: print(line, file=sys.stderr)) if given.json else logger.info
-    try:
-        return Worker(document, note, make_state).work()
-    except StopRequested as asked:
-        print(f"{asked}: stopped; run the same command again to go on", file=sys.stderr)
-        sys.exit(code_of_request(str(asked)))
+    work(read_spec(given.file), given, State)
 
 
 def run_show(given: Namespace) -> None:
@@ -105,85 +65,68 @@ def run_show(given: Namespace) -> None:
         ConfigError: if nothing has run.
     """
     # not at the top: see `run`
-    from meshwright.commands.experiment.registry import load
-    from meshwright.commands.experiment.results import read_results
     from meshwright.commands.experiment.state import State
 
-    document = read_spec(given.file)
-    experiment = load(document)
-    if experiment is None:
-        fix = f"meshwright experiment run {given.file}"
-        raise ConfigError("", f"{document.folder}: holds no experiment yet\n  fix: {fix}")
-    state = State(document, experiment, read_results(document, experiment))
-    if given.output:
-        # not at the top: it takes longer than all else
-        from meshwright.commands.experiment.page import page
-
-        write_output(given.output, page(state), "--output")
-    _print(state.summary(), is_json=given.json)
+    show(State.of(read_spec(given.file)), given)
 
 
 def run_add(given: Namespace) -> None:
-    """Add an arm; workers that run take it up.
+    """Add an arm; workers that run take it up. The same arm may be added again.
 
     Raises:
         ConfigError: if it can't run or couldn't be judged.
     """
     # not at the top: see `run`
     from meshwright.commands.experiment.arms import register
-    from meshwright.commands.experiment.registry import load
 
     document, table = read_spec(given.file), dict[str, Any]()
     for word in given.keys:
         key, equals, text = word.partition("=")
-        check(bool(key and equals), "KEY=VALUE", word, "isn't one", "write section.key=value")
-        table[key] = _value(text)
-    request = as_request(given.name, "", table)
-    known = load(document)
-    is_new = known is None or given.name not in known.arms
-    check(is_new, "NAME", given.name, "is an arm already", "give it a different name")
-    arm = register(document, [request]).arms[given.name]
+        is_new = bool(key and equals) and key not in table
+        fix = "write section.key=value, each key once"
+        check(is_new, "KEY=VALUE", word, "isn't one", fix)
+        try:
+            table[key] = without_dates(tomli.loads(f"value = {text}")["value"])
+        except tomli.TOMLDecodeError:
+            table[key] = text
+    arm = register(document, [as_request(given.name, "", table)]).arms[given.name]
     print(f"{arm.name} is compared with {arm.on}")
 
 
-def _value(text: str) -> Any:
+def work(document: Document, given: Namespace, kind: "type[State]") -> None:
+    """Take the runs of a list until none is wanted, and print its state then. Ends the process with
+    the command's exit code.
+
+    Raises:
+        ConfigError: before any run, if one can't run, or would be on GPUs where the others aren't.
+    """
+    # not at the top: see `run`
+    from meshwright.commands.experiment.arms import has_gpus, register
+    from meshwright.commands.experiment.worker import Worker
+
+    if (on_gpus := register(document).on_gpus) != has_gpus():
+        place = f"{document.folder}: its runs are on {'GPUs' if on_gpus else 'CPUs'}"
+        fix = "start this worker on such a node, or choose a different folder"
+        raise ConfigError("", f"{place}, which this node's wouldn't be\n  fix: {fix}")
+    if not given.json:
+        log_to_console()
+    note = (lambda line: print(line, file=sys.stderr)) if given.json else logger.info
     try:
-        return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
-        return text
+        state = Worker(document, note, kind).work()
+    except StopRequested as asked:
+        print(f"{asked}: stopped; run the same command again to go on", file=sys.stderr)
+        sys.exit(code_of_request(str(asked)))
+    show(state, given)
+    if state.failed:
+        sys.exit(EXIT_FAILED)
+    if state.is_open:
+        sys.exit(EXIT_OPEN)
 
 
-def _print(summary: dict[str, Any], *, is_json: bool) -> None:
-    if is_json:
-        print(json.dumps(summary))
-        return
-    base = summary["base"]
-    spread = f", spread {base['spread']:.2g}" if base["spread"] else ""
-    mean = f"{base['mean']:.4f}{spread}" if base["mean"] is not None else "no run yet"
-    print(f"{summary['metric']} after {summary['steps']:,} steps; base: {mean}")
-    print(align([("arm", "pairs", "difference", "interval", "verdict"), *_rows(summary)]))
-    if screening := summary["screening"]:
-        dropped = ", ".join(screening["dropped"])
-        print(f"screening: {len(screening['left'])} left, dropped: {dropped or 'none'}")
-    for folder in summary["failed"]:
-        print(f"failed: {folder}")
-
-
-def _rows(summary: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for arm in summary["arms"]:
-        word = NAMES.get(arm["verdict"], arm["verdict"])
-        if word == "open":
-            needed = arm["seeds_needed"]
-            word += (
-                f": {numbered(needed, 'seed')} at this spread" if needed else ": no end in sight"
-            )
-        if arm["unpaired"]:
-            word += f" (paired by seed only: other {' and '.join(arm['unpaired'])})"
-        is_bounded = arm["low"] is not None and arm["high"] is not None
-        yield (
-            arm["arm"],
-            str(arm["num_pairs"]),
-            "" if arm["mean"] is None else f"{arm['mean']:+.4f}",
-            f"{arm['low']:+.4f} to {arm['high']:+.4f}" if is_bounded else "",
-            word,
-        )
+def show(state: "State", given: Namespace) -> None:
+    """Print a state, and write its page if that is asked for."""
+    if output := getattr(given, "output", None):
+        # not at the top: it takes longer than all else
+        page = import_module(f"meshwright.commands.{state.COMMAND}.page").page(state)
+        write_output(output, page, "--output")
+    print(json.dumps(state.summary()) if given.json else state.text())

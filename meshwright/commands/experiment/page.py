@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from meshwright.commands.experiment.results import Key
-from meshwright.commands.experiment.state import State
+from meshwright.commands.experiment.state import HEAD, State, cells
 from meshwright.config.changes import shown
 from meshwright.metrics.report.document import WIDTH, Chart, Curve, document, draw, short, table
 
@@ -41,19 +41,13 @@ def page(state: State) -> str:
 def _table(arms: list[dict[str, Any]]) -> str:
     rows = [
         [
-            arm["arm"],
-            arm["verdict"],
-            str(arm["num_pairs"]),
-            *("-" if arm[key] is None else f"{arm[key]:+.4f}" for key in ("mean", "low", "high")),
-            "-" if arm["seeds_needed"] is None else str(arm["seeds_needed"]),
+            *cells(arm),
             "" if arm["on"] == "base" else arm["on"],
             ", ".join(f"{key} = {shown(value)}" for key, value in arm["keys"].items()),
-            " and ".join(arm["unpaired"]),
         ]
         for arm in arms
     ]
-    head = ("arm", "verdict", "pairs", "mean", "low", "high", "seeds needed", "on", "keys")
-    return table((*head, "not paired"), rows)
+    return table((*HEAD, "on", "keys"), rows)
 
 
 def _strips(arms: list[dict[str, Any]], margin: float) -> str:

@@ -7,7 +7,7 @@ from contextlib import chdir
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.commands.experiment.spec import Document, Values, as_word
+from meshwright.commands.experiment.spec import Document, Request, Values, as_word
 from meshwright.config.changes import differences, shown, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import find_config, read
@@ -19,28 +19,17 @@ FILE, LEASES = "experiment.json", "leases"
 
 
 @dataclass(frozen=True)
-class Arm:
+class Arm(Request):
     """An arm that can run."""
 
-    name: str
-    number: int
+    number: int = 0
     """From 1 on, in the order in which they were asked for; 0: the base."""
-    config: str
+    config: str = ""
     """Path of its TOML."""
-    keys: Values
+    keys: Values = field(default_factory=dict)
     """Over that TOML, by dotted key."""
-    asked: Values
-    """The keys as they were asked for."""
-    ranks: int
-    on: str
-    """The arm that it is compared with; "": it is the base."""
+    ranks: int = 1
     tokens_per_step: int = 0
-    is_added: bool = False
-    """By `add`, so it isn't in the TOML."""
-    steps: int = 0
-    """Of each of its runs; 0: the budget decides."""
-    branch: int = 0
-    """The step of `on`'s checkpoint of the same seed that it starts from; 0: none."""
     unpaired: list[str] = field(default_factory=list)
     """Which of "weights" and "data" differ from the reference's at equal seeds."""
 
@@ -82,8 +71,9 @@ def load(document: Document) -> Experiment | None:
         arms = {arm["name"]: Arm(**arm) for arm in kept["arms"]}
         experiment = Experiment(**kept | {"arms": arms})
     except (TypeError, ValueError, KeyError) as error:
+        rule = f"is damaged, or of a different version of Meshwright: {error!r}"
         fix = "restore it, or choose a different folder"
-        raise ConfigError("", f"{path}: is damaged: {error!r}\n  fix: {fix}") from None
+        raise ConfigError("", f"{path}: {rule}\n  fix: {fix}") from None
     for key, old, new in differences(experiment.identity, identity_of(document)):
         was = f"folder {document.folder} is a different experiment's: {key} = {shown(old)} there"
         fix = "choose a different folder, or change it back"
@@ -113,9 +103,16 @@ def identity_of(document: Document) -> Values:
     return dict(json.loads(json.dumps(spec | {"base": own})))
 
 
-def path_of(document: Document, name: str = "") -> str:
-    """Return the absolute path of the TOML that an arm names, or else of the base's."""
-    return str(find_config(name or document.spec.base, document.file.parent).absolute())
+def path_of(document: Document, name: str = "", key: str = "base") -> str:
+    """Return the absolute path of the TOML that an arm names, or else of the base's.
+
+    Raises:
+        ConfigError: of `key`, if there is none.
+    """
+    try:
+        return str(find_config(name or document.spec.base, document.file.parent).absolute())
+    except ConfigError as error:
+        raise ConfigError(key, str(error)) from None
 
 
 def config_of(path: str, keys: Values) -> JobConfig:

@@ -11,6 +11,7 @@ from meshwright.commands.experiment.registry import Experiment
 from meshwright.commands.experiment.spec import Document
 from meshwright.metrics.report.run import TOKENS, read_run
 from meshwright.metrics.sinks import OF_A_RUN
+from meshwright.system.errors import ConfigError
 from meshwright.system.files import text_of, whole_file
 
 RESULT, RESULTS = "result.json", "results.jsonl"
@@ -60,11 +61,19 @@ def folder_of(document: Document, key: Key) -> Path:
 
 
 def read_results(document: Document, experiment: Experiment) -> dict[Key, Result]:
-    """Return the results of all runs that have one."""
+    """Return the results of all runs that have one.
+
+    Raises:
+        ConfigError: if one is damaged.
+    """
     results = {}
     for arm in experiment.arms:
         for file in sorted((document.folder / arm).glob(f"seed-*/{RESULT}")):
-            result = Result(**json.loads(text_of(file)))
+            try:
+                result = Result(**json.loads(text_of(file)))
+            except (TypeError, ValueError) as error:
+                fix = "remove it: the run is judged again"
+                raise ConfigError("", f"{file}: is damaged: {error}\n  fix: {fix}") from None
             results[Key(arm, result.seed)] = result
     return results
 

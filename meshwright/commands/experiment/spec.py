@@ -9,21 +9,35 @@ budget = {steps = 200}          # or tokens, or seconds
 import itertools
 import json
 import math
+import os
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import tomli
-from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from meshwright.config.explain import explain_syntax, explain_value
+from meshwright.config.explain import explain_mistake, explain_syntax
 from meshwright.config.provenance import Provenance, shown_path
-from meshwright.config.section import Section
+from meshwright.config.section import ADDRESS, Section
 from meshwright.system.errors import (
     CombinedConfigError,
     ConfigError,
+    UnknownKeyError,
     check,
     config_error,
     did_you_mean,
@@ -34,13 +48,34 @@ BASE = "base"
 RESERVED = (BASE, "budget", "experiment.json", "leases", "results.jsonl")
 """Names that the folder of an experiment has already."""
 
-OWN_KEYS = ("base", "ranks", "on", "from")
-"""Keys of an arm that aren't keys of a config."""
+LONGEST_NAME = 150
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,+=-]{0,149}")
 
-NAME = re.compile(r"[A-Za-z0-9][\w.,+=-]{0,150}")
+MOST_ARMS = 1000
+"""Of a grid, or random draws."""
 
 Values = dict[str, Any]
 """By dotted key."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def flattened(table: Any) -> Any:
+    """Return a table whose keys are the dotted keys of it and of the tables in it; anything else as
+    it is."""
+    if not isinstance(table, Mapping):
+        return table
+    flat = Values()
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": inner for key, inner in flattened(value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+Keys = Annotated[Values, BeforeValidator(flattened)]
+Lists = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(flattened)]
 
 
 class Budget(Section):
@@ -66,8 +101,29 @@ class Screening(Section):
     """Part of the budget that the last round trains; each round before, half of the next."""
     keep: PositiveInt = 4
     """Arms that are left."""
-    seeds: Annotated[list[int], Field(min_length=1)] = Field([1_000_000])
+    seeds: Annotated[list[Seed], Field(min_length=1)] = Field([1_000_000])
     """None of them is a seed of the verdict: an arm that was lucky with it would be so again."""
+
+
+class ArmTable(Section):
+    """[arms.NAME] Keys of a config, and these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    base: str = ""
+    """A TOML or preset of its own; "": the experiment's."""
+    ranks: PositiveInt | None = None
+    on: str = ""
+    branch: PositiveInt | None = Field(None, alias="from")
+
+
+class Draws(Section):
+    """[random] Keys of a config with their ranges, and these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    count: Annotated[PositiveInt, Field(le=MOST_ARMS)]
+    seed: int = 0
 
 
 class Runs(Section):
@@ -80,7 +136,14 @@ class Runs(Section):
     """Absent: validation/loss; with `checkpoint.average`, average/validation/loss."""
     ranks: PositiveInt | None = None
     """Of each run, on one node. Absent: as `meshwright train` takes them."""
-    common: dict[str, Any] = Field(default_factory=dict)
+    common: Keys = Field(default_factory=dict)
+
+    @field_validator("folder")
+    @classmethod
+    def _check_local(cls, folder: str) -> str:
+        if ADDRESS.match(folder):
+            raise ValueError("is an address, and workers share a folder of a file system")
+        return os.path.expanduser(folder)
 
 
 class Spec(Runs):
@@ -91,36 +154,47 @@ class Spec(Runs):
     budget: Budget
     margin: NonNegativeFloat = 0.002
     """Nats. A smaller difference is none."""
-    arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    grid: dict[str, Any] = Field(default_factory=dict)
-    one_by_one: dict[str, Any] = Field(default_factory=dict, alias="list")
-    random: dict[str, Any] = Field(default_factory=dict)
+    arms: dict[str, Keys] = Field(default_factory=dict)
+    grid: Lists = Field(default_factory=dict)
+    one_by_one: Lists = Field(default_factory=dict, alias="list")
+    random: Draws | None = None
     screen: Screening | None = None
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True)
+class Request:
     """An arm as it is asked for."""
 
     name: str
     place: str
     """Its key in the TOML; "": it was added by a command."""
-    keys: Values
-    """As they are written: "x2" stands for twice the value of its reference."""
+    asked: Values
+    """Its keys as they are written: "x2" stands for twice the value of its reference."""
     base: str = ""
     """A TOML or preset of its own; "": the experiment's."""
-    ranks: int | None = None
+    own_ranks: int | None = None
     on: str = BASE
-    """The arm that it changes, and is compared with."""
-    is_drawn: bool = False
-    """From a grid, a list or at random, where the base itself may come up."""
+    """The arm that it changes, and is compared with; "": it is the base."""
     steps: int = 0
     """Of each of its runs; 0: the budget decides."""
     branch: int = 0
     """`from`: the step of `on`'s checkpoint of the same seed that it starts from; 0: none."""
+    is_drawn: bool = False
+    """From a grid, a list or at random, where the base itself may come up."""
+
+    def key(self, name: str) -> str:
+        """Return one of its keys as errors have it."""
+        return f"{self.place}.{name}".lstrip(".")
+
+    def asks_as(self, other: "Request") -> bool:
+        """Return whether both ask for the same runs, wherever they are written."""
+        parts = ("asked", "base", "own_ranks", "on", "steps", "branch")
+        return all(getattr(self, part) == getattr(other, part) for part in parts)
 
 
-class Document(NamedTuple):
-    """An experiment's TOML, checked."""
+@dataclass(frozen=True)
+class Document:
+    """The TOML of a list of runs, checked: an experiment's, or a ladder's."""
 
     file: Path
     spec: Spec
@@ -137,24 +211,23 @@ class Document(NamedTuple):
         Raises:
             ConfigError: if one isn't an arm, or two have one name.
         """
-        found = [
-            *(as_request(name, f"arms.{name}", table) for name, table in self.spec.arms.items()),
-            *_grid(self.spec.grid),
-            *_one_by_one(self.spec.one_by_one),
-            *_random(self.spec.random),
-        ]
-        names = set[str]()
-        for request in found:
-            check(request.name not in names, request.place, request.name, "is the name of two arms")
-            names.add(request.name)
-        if (screen := self.spec.screen) is not None:
-            shared = [seed for seed in screen.seeds if 0 <= seed < self.spec.seeds]
-            rule = f"seeds 0 to {self.spec.seeds - 1} are the verdict's, which must be fresh"
+        spec = self.spec
+        requests = [as_request(name, f"arms.{name}", keys) for name, keys in spec.arms.items()]
+        requests += _grid("grid", spec.grid)
+        for key, values in spec.one_by_one.items():
+            requests += _grid("list", {key: values})
+        requests += _random(spec.random)
+        names = Counter(one.name for one in requests)
+        for one in requests:
+            check(names[one.name] == 1, one.place, one.name, "is the name of two arms")
+        if (screen := spec.screen) is not None:
+            shared = [seed for seed in screen.seeds if 0 <= seed < spec.seeds]
+            rule = f"seeds 0 to {spec.seeds - 1} are the verdict's, which must be fresh"
             check(not shared, "screen.seeds", screen.seeds, rule, "write others, or leave it out")
-            for request in found:
+            for one in requests:
                 rule = "an arm of a screening can't change one that may be dropped"
-                check(request.on == BASE, f"{request.place}.on", request.on, rule, "add it later")
-        return found
+                check(one.on == BASE, one.key("on"), one.on, rule, "add it later")
+        return requests
 
     def explain(self, error: ConfigError) -> ConfigError:
         """Return the error with the line of its key in the TOML."""
@@ -189,110 +262,98 @@ def read_toml(file: Path, kind: type[Kind], what: str) -> tuple[Kind, Provenance
     """
     file, provenance = file.absolute(), Provenance()
     if not file.is_file():
-        raise ConfigError("", f"{file}: no such file\n  fix: name the TOML of {what}")
+        why = "is a folder" if file.is_dir() else "no such file"
+        raise ConfigError("", f"{file}: {why}\n  fix: name the TOML of {what}")
     text = file.read_text("utf-8-sig", "replace")
     try:
-        raw = tomli.loads(text)
+        raw = without_dates(tomli.loads(text))
     except tomli.TOMLDecodeError as error:
         raise explain_syntax(error, shown_path(file)) from None
     provenance.add_toml(file, text)
     try:
-        return kind.model_validate(raw), provenance
+        return parsed(kind, raw), provenance
+    except ConfigError as error:
+        raise ConfigError("", provenance.explain(error)) from None
+
+
+def parsed(kind: type[Kind], raw: Any, place: str = "") -> Kind:
+    """Return the section that a table is.
+
+    Raises:
+        ConfigError: with all mistakes.
+    """
+    try:
+        return kind.model_validate(raw)
     except ValidationError as error:
-        errors = [_explain(mistake, kind) for mistake in error.errors()]
-        raise ConfigError("", provenance.explain(CombinedConfigError(errors))) from None
+        mistakes = error.errors()
+    tables: dict[str, type[Section]] = {"budget": Budget, "screen": Screening}
+    errors = list[ConfigError]()
+    for mistake in mistakes:
+        location = tuple(str(part) for part in (*filter(None, [place]), *mistake["loc"]))
+        if mistake["type"] != "extra_forbidden":
+            errors += explain_mistake(mistake | {"loc": location})
+            continue
+        *table, name = location
+        fields = tables.get("".join(table), kind).model_fields
+        fix = did_you_mean(name, [field.alias or key for key, field in fields.items()])
+        key = ".".join(location)
+        errors.append(UnknownKeyError(key, f"unknown key {key}\n  fix: {fix}"))
+    raise CombinedConfigError(errors)
 
 
-def _explain(mistake: Any, kind: type[Section]) -> ConfigError:
-    location = [str(part) for part in mistake["loc"]]
-    key = ".".join(location)
-    if mistake["type"] == "extra_forbidden":
-        tables: dict[str, type[Section]] = {"budget": Budget, "screen": Screening}
-        table = tables.get(location[0], kind)
-        names = [field.alias or name for name, field in table.model_fields.items()]
-        return ConfigError(key, f"unknown key {key}\n  fix: {did_you_mean(location[-1], names)}")
-    if mistake["type"] == "missing":
-        return ConfigError(key, f"{key}: must be given")
-    return explain_value(key, mistake)
+def without_dates(value: Any) -> Any:
+    """Return TOML's values with dates as text: no key takes one, and each then says so."""
+    return json.loads(json.dumps(value, default=str))
 
 
-def as_request(name: str, place: str, table: Mapping[str, Any]) -> Request:
-    """Return the arm that a table of keys asks for.
+def as_request(name: str, place: str, keys: Values, *, is_drawn: bool = False) -> Request:
+    """Return the arm that keys ask for.
 
     Raises:
         ConfigError: if it isn't one.
     """
+    rule = (
+        "can't name an arm: up to 150 of a to z, A to Z, 0 to 9 and _ . , + = - can, a letter or "
+    )
+    rule += f"a digit first, but not {', '.join(RESERVED)}"
     is_name = NAME.fullmatch(name) is not None and name not in RESERVED
-    rule = f"can't name an arm: letters, digits and _ . , + = - can, but not {', '.join(RESERVED)}"
-    check(is_name, place, name, rule, "write a different name")
-    keys = dict(flattened(table))
-    base, ranks, on, branch = (keys.pop(key, None) for key in OWN_KEYS)
-    check(isinstance(base, str | None), f"{place}.base", base, "must be the path of a TOML")
-    is_count = ranks is None or (type(ranks) is int and ranks > 0)
-    check(is_count, f"{place}.ranks", ranks, "must be a positive number")
-    is_step = branch is None or (type(branch) is int and branch > 0)
-    check(is_step, f"{place}.from", branch, "must be a step", "write from = 100")
-    check(isinstance(on, str | None), f"{place}.on", on, "must be the name of an arm")
-    check(not (on and base), f"{place}.on", on, "is given together with a base", "leave out one")
-    loose = next((key for key in keys if "." not in key), None)
-    rule = "is no key of a config"
-    fix = f'write "section.key" = value; an arm\'s own keys are {", ".join(OWN_KEYS)}'
-    check(loose is None, f"{place}.{loose}", keys.get(str(loose)), rule, fix)
-    return Request(name, place, keys, base or "", ranks, on or BASE, branch=branch or 0)
+    check(is_name, place or "NAME", name, rule, "write a different name")
+    table = parsed(ArmTable, keys, place)
+    asked, branch = dict(table.model_extra or {}), table.branch or 0
+    request = Request(
+        name, place, asked, table.base, table.ranks, table.on or BASE, 0, branch, is_drawn
+    )
+    rule = "is given together with a base"
+    check(not (table.on and table.base), request.key("on"), table.on, rule, "leave out one")
+    fix = 'write "section.key" = value; an arm\'s own keys are base, ranks, on, from'
+    for key, value in asked.items():
+        check("." in key, request.key(key), value, "is no key of a config", fix)
+    return request
 
 
-def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each key in a table and the tables in it."""
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _grid(place: str, lists: Mapping[str, list[Any]]) -> Iterator[Request]:
+    """Yield an arm for each combination of values."""
+    count = math.prod(map(len, lists.values()))
+    rule = f"more than {MOST_ARMS:,} arms, each of which is checked first"
+    check(count <= MOST_ARMS, place, count, rule, "leave some out")
+    for values in itertools.product(*lists.values()) if lists else ():
+        keys = dict(zip(lists, values, strict=True))
+        words = (f"{key.rpartition('.')[2]}={as_word(value)}" for key, value in keys.items())
+        name = re.sub(r"[^A-Za-z0-9_.,+=-]+", "_", ",".join(words))
+        if len(name) > LONGEST_NAME:
+            name = f"{name[:100]}-{sha256(name.encode()).hexdigest()[:16]}"
+        yield as_request(name, place, keys, is_drawn=True)
 
 
-def _lists(table: Mapping[str, Any], place: str) -> dict[str, list[Any]]:
-    keys = dict(flattened(table))
-    for key, values in keys.items():
-        is_list = isinstance(values, list) and len(values) > 0
-        check(is_list, f"{place}.{key}", values, "must be a list of values", "write [...]")
-    return keys
-
-
-def _grid(table: Mapping[str, Any]) -> Iterator[Request]:
-    keys = _lists(table, "grid")
-    for values in itertools.product(*keys.values()) if keys else ():
-        yield _drawn("grid", dict(zip(keys, values, strict=True)))
-
-
-def _one_by_one(table: Mapping[str, Any]) -> Iterator[Request]:
-    for key, values in _lists(table, "list").items():
-        for value in values:
-            yield _drawn("list", {key: value})
-
-
-def _drawn(place: str, keys: Values) -> Request:
-    parts = (f"{key.rpartition('.')[2]}={_word(value)}" for key, value in keys.items())
-    return as_request(",".join(parts), place, keys)._replace(is_drawn=True)
-
-
-def _word(value: object) -> str:
-    return re.sub(r"[^\w.+-]+", "_", str(value).lower() if isinstance(value, bool) else str(value))
-
-
-def _random(table: Mapping[str, Any]) -> Iterator[Request]:
-    """Draw `count` arms; each draw is a function of `seed` and its number only, so a larger count
-    adds arms and keeps the first ones."""
-    if not table:
+def _random(draws: Draws | None) -> Iterator[Request]:
+    """Draw arms; each draw is a function of `seed` and its number only, so a larger count adds arms
+    and keeps the first ones."""
+    if draws is None:
         return
-    count, seed = table.get("count"), table.get("seed", 0)
-    if type(count) is not int or count < 1:
-        raise config_error("random.count", count, "must be a positive number", "write count = 16")
-    check(type(seed) is int, "random.seed", seed, "must be a whole number")
-    ranges = {key: value for key, value in table.items() if key not in ("count", "seed")}
-    for number in range(1, count + 1):
-        draw = random.Random(f"{seed} {number}")
+    for number in range(1, draws.count + 1):
+        draw, ranges = random.Random(f"{draws.seed} {number}"), draws.model_extra or {}
         keys = {key: _draw(draw, f"random.{key}", value) for key, value in ranges.items()}
-        yield as_request(f"random-{number}", "random", keys)._replace(is_drawn=True)
+        yield as_request(f"random-{number}", "random", keys, is_drawn=True)
 
 
 def _draw(draw: random.Random, place: str, written: Any) -> Any:
@@ -305,9 +366,7 @@ def _draw(draw: random.Random, place: str, written: Any) -> Any:
             return float(f"{draw.uniform(low, high):.3g}")
         case {"int": [int() as low, int() as high]} if low < high:
             return draw.randint(low, high)
-    fix = (
-        "write [a, b, c], {log = [a, b]} of positive numbers, {uniform = [a, b]} or {int = [a, b]}"
-    )
+    fix = "write [a, b], {log = [a, b]} of positive numbers, {uniform = [a, b]} or {int = [a, b]}"
     raise config_error(place, written, "isn't a range to draw from", fix)
 
 

@@ -5,13 +5,26 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from meshwright.commands.experiment.registry import Arm, Experiment
-from meshwright.commands.experiment.results import Key, Result, folder_of, late_mean
+from meshwright.commands.experiment.registry import Arm, Experiment, load
+from meshwright.commands.experiment.results import (
+    Key,
+    Result,
+    folder_of,
+    late_mean,
+    read_results,
+)
 from meshwright.commands.experiment.screening import Halving, halve, steps_at
 from meshwright.commands.experiment.spec import BASE, Document
 from meshwright.commands.experiment.verdict import Pair, Verdict, alpha_of, judge
+from meshwright.system.errors import ConfigError, numbered
+from meshwright.system.log import align
+
+HEAD = ("arm", "pairs", "difference", "interval", "verdict")
+
+NAMES = {"diverged": "worse: diverges", "identical": "identical: the same bits"}
+"""Verdicts in words, where one isn't enough."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,21 @@ class State:
     document: Document
     experiment: Experiment
     results: dict[Key, Result]
+
+    COMMAND: ClassVar = "experiment"
+
+    @classmethod
+    def of(cls, document: Document) -> Self:
+        """Read where it is.
+
+        Raises:
+            ConfigError: if nothing has run.
+        """
+        experiment = load(document)
+        if experiment is None:
+            what = f"{document.folder}: holds no {cls.COMMAND} yet"
+            raise ConfigError("", f"{what}\n  fix: meshwright {cls.COMMAND} run {document.file}")
+        return cls(document, experiment, read_results(document, experiment))
 
     @property
     def seeds(self) -> range:
@@ -39,11 +67,14 @@ class State:
                 return
             if own.status == "diverged":
                 yield Pair(math.inf)
-            elif own.value is not None:
-                # a branch has no validations up to its start
-                both = [point for point in reference.curve if point[0] > arm.branch]
-                difference = own.value - late_mean(both, reference.steps)
-                yield Pair(difference, own.curve == both)
+            elif own.status == "finished":
+                # up to the start of a branch both are the same, and one may have no validations
+                ours, theirs = (
+                    [point for point in one.curve if point[0] > arm.branch]
+                    for one in (own, reference)
+                )
+                difference = late_mean(ours, own.steps) - late_mean(theirs, reference.steps)
+                yield Pair(difference, ours == theirs)
 
     @cached_property
     def screening(self) -> Halving | None:
@@ -60,7 +91,7 @@ class State:
     def arms(self) -> dict[str, int]:
         """The numbers of the arms to judge, by name: of the TOML's arms, or the survivors of their
         screening; and of added ones."""
-        added = [arm for arm in self.experiment.arms.values() if arm.is_added]
+        added = [arm for arm in self.experiment.arms.values() if not arm.place]
         if self.screening is None:
             return {arm.name: arm.number for arm in [*self._of_toml, *added]}
         survivors = [] if self.screening.part else self.screening.left
@@ -124,6 +155,11 @@ class State:
                     yield key
 
     @property
+    def is_open(self) -> bool:
+        """Whether an arm isn't decided, or a screening goes on."""
+        return bool(self.open_arms or (self.screening is not None and self.screening.part))
+
+    @property
     def failed(self) -> list[Result]:
         """Runs that crashed."""
         return [result for result in self.results.values() if result.status == "failed"]
@@ -138,7 +174,7 @@ class State:
             "metric": self.experiment.metric,
             "margin": self.document.spec.margin,
             "steps": self.experiment.steps_of(self.experiment.arms[BASE]),
-            "is_decided": not (self.open_arms or (self.screening and self.screening.part)),
+            "is_decided": not self.is_open,
             "finished": sum(run.status == "finished" for run in runs),
             "diverged": sum(run.status == "diverged" for run in runs),
             "failed": [str(folder_of(self.document, Key(r.arm, r.seed))) for r in self.failed],
@@ -169,3 +205,34 @@ class State:
             "alpha": alpha_of(self.arms[arm.name]),
             "unpaired": arm.unpaired,
         }
+
+    def text(self) -> str:
+        """Return the state as lines to print."""
+        summary = self.summary()
+        base, screening = summary["base"], summary["screening"]
+        mean = "no run yet" if base["mean"] is None else f"{base['mean']:.4f}"
+        mean += f", spread {base['spread']:.2g}" if base["spread"] else ""
+        lines = [f"{summary['metric']} after {summary['steps']:,} steps; base: {mean}"]
+        lines.append(align([HEAD, *map(cells, summary["arms"])]))
+        if screening:
+            dropped = ", ".join(screening["dropped"]) or "none"
+            lines.append(f"screening: {len(screening['left'])} left, dropped: {dropped}")
+        return "\n".join([*lines, *(f"failed: {folder}" for folder in summary["failed"])])
+
+
+def cells(arm: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of an arm of a summary, as in `HEAD`."""
+    word = NAMES.get(arm["verdict"], arm["verdict"])
+    if word == "open":
+        needed = arm["seeds_needed"]
+        word += f": {numbered(needed, 'seed')} at this spread" if needed else ": no end in sight"
+    if arm["unpaired"]:
+        word += f" (paired by seed only: other {' and '.join(arm['unpaired'])})"
+    is_bounded = arm["low"] is not None and arm["high"] is not None
+    return (
+        arm["arm"],
+        str(arm["num_pairs"]),
+        "" if arm["mean"] is None else f"{arm['mean']:+.4f}",
+        f"{arm['low']:+.4f} to {arm['high']:+.4f}" if is_bounded else "",
+        word,
+    )

@@ -81,12 +81,14 @@ def judge(pairs: Iterable[Pair], alpha: float, margin: float) -> Verdict:
         margin: a difference that is surely smaller is none.
     """
     differences, diverged, low, high = list[float](), 0, -math.inf, math.inf
+    word: Word = "open"
     is_identical = True
     for difference, has_equal_bits in pairs:
         if math.isinf(difference):
             diverged += 1
             if diverged == 2:
-                return _verdict("diverged", differences, diverged, low, high)
+                word = "diverged"
+                break
             continue
         differences.append(difference)
         is_identical = is_identical and has_equal_bits
@@ -94,39 +96,28 @@ def judge(pairs: Iterable[Pair], alpha: float, margin: float) -> Verdict:
         if count < 2:
             continue
         if is_identical and not diverged:
-            return _verdict("identical", differences, diverged, 0.0, 0.0)
+            word, low, high = "identical", 0.0, 0.0
+            break
         width = half_width(count, alpha)
         # without spread, infinity times it would be no number
         half = width * stdev(differences) / math.sqrt(count) if width < math.inf else width
         # each interval holds with all others, so their intersection does as well
         low, high = max(low, fmean(differences) - half), min(high, fmean(differences) + half)
         if -margin < low and high < margin:
-            return _verdict("equal", differences, diverged, low, high)
-        if low > 0 or high < 0:
-            word: Word = "worse" if low > 0 else "better"
-            return _verdict(word, differences, diverged, low, high)
-    needed = _seeds_needed(differences, alpha, margin)
-    return _verdict("open", differences, diverged, low, high, needed)
-
-
-def _verdict(
-    word: Word,
-    differences: Sequence[float],
-    diverged: int,
-    low: float,
-    high: float,
-    needed: int | None = None,
-) -> Verdict:
-    count = len(differences)
+            word = "equal"
+        elif low > 0 or high < 0:
+            word = "worse" if low > 0 else "better"
+        if word != "open":
+            break
     return Verdict(
         word,
-        num_pairs=count,
+        num_pairs=len(differences),
         num_diverged=diverged,
-        mean=fmean(differences) if count else None,
-        spread=stdev(differences) if count > 1 else None,
+        mean=fmean(differences) if differences else None,
+        spread=stdev(differences) if len(differences) > 1 else None,
         low=low if math.isfinite(low) else None,
         high=high if math.isfinite(high) else None,
-        seeds_needed=needed,
+        seeds_needed=_seeds_needed(differences, alpha, margin) if word == "open" else None,
     )
 
 

@@ -4,26 +4,23 @@ Any number of them share an experiment, on all nodes that see its folder. The wo
 its lease; the run ends with its worker, and the next one that takes the lease resumes it.
 """
 
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any
 
+from meshwright.checkpoint.commit import saved_steps, step_folder
 from meshwright.checkpoint.lease import FILE as JOB_LEASE
-from meshwright.commands.experiment.branches import (
-    CHECKPOINTS,
-    branch_off,
-    settings_of_origin,
-)
-from meshwright.commands.experiment.registry import Arm, config_of, lease, load, save
+from meshwright.commands.experiment.registry import Arm, Experiment, config_of, lease, save
 from meshwright.commands.experiment.results import (
     VALIDATIONS,
     Key,
@@ -31,7 +28,6 @@ from meshwright.commands.experiment.results import (
     folder_of,
     has_ended,
     judged,
-    read_results,
     write_result,
 )
 from meshwright.commands.experiment.spec import BASE, Document, Values, as_word
@@ -57,6 +53,15 @@ CALIBRATION_PART = 0.1
 """Of the seconds of the budget, which the base trains to measure the time of a step."""
 LEAST_CALIBRATION_S = 5
 
+CHECKPOINTS = "checkpoint"
+"""Folder of the checkpoints in each dump folder."""
+
+KEPT = ("checkpoint.interval", "checkpoint.keep_every_n_steps")
+"""Keys that decide which checkpoints there are when a run is over."""
+
+MOST_CHECKPOINTS = 50
+"""That a run saves and keeps for branches without being asked to."""
+
 CHILD = """
 import sys
 from meshwright.commands.main import main
@@ -67,21 +72,20 @@ main()
 """A `meshwright train` that the kernel kills with its worker."""
 
 Note = Callable[[str], None]
-AnyState = TypeVar("AnyState", bound=State)
 
 
-class Worker(Generic[AnyState]):
+class Worker:
     """Takes the runs that a `state` wants; `note` gets a line for each."""
 
-    def __init__(self, document: Document, note: Note, state: Callable[..., AnyState]) -> None:
+    def __init__(self, document: Document, note: Note, kind: type[State]) -> None:
         self._document, self._spec, self._note = document, document.spec, note
-        self._make_state = state
+        self._kind = kind
         self._leases = dict[str, Lease]()
         self._since_s = time.time()
         self._child: subprocess.Popen[bytes] | None = None
         self._requests = list[str]()
 
-    def work(self) -> AnyState:
+    def work(self) -> State:
         """Take runs until none is wanted; return how things are then.
 
         Raises:
@@ -99,11 +103,8 @@ class Worker(Generic[AnyState]):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _state(self) -> AnyState:
-        experiment = load(self._document)
-        assert experiment is not None
-        results = read_results(self._document, experiment)
-        return self._make_state(self._document, experiment, results)
+    def _state(self) -> State:
+        return self._kind.of(self._document)
 
     def _take_one(self, state: State) -> bool:
         """Take the first wanted run that nobody else has, to its end; return whether there was
@@ -125,19 +126,13 @@ class Worker(Generic[AnyState]):
 
     def _finish(self, state: State, key: Key) -> None:
         """Train a run to its end, and write its result."""
-        experiment, folder = state.experiment, folder_of(self._document, key)
-        arm, steps = experiment.arms[key.arm], state.steps_of(key)
-        since_s, code = time.time(), 0
+        folder, since_s, code = folder_of(self._document, key), time.time(), 0
         if line := state.forecast(key):
             self._note(line)
-        own = self._settings(steps) | settings_of_origin(experiment, arm, self._spec.common)
-        settings = {"training.seed": key.seed, **own}
-        if steps < experiment.steps_of(arm):
-            settings |= _settings_of_screening(arm, experiment.steps_of(arm))
+        arm, steps = state.experiment.arms[key.arm], state.steps_of(key)
         for attempt in range(1, ATTEMPTS + 1):
             if not has_ended(folder, steps):
-                branch_off(self._document, arm, key.seed)
-                code = self._train(arm, folder, settings)
+                code = self._train_to(state.experiment, arm, key, steps)
                 self._check_asked()
             if code in (0, EXIT_TRAINING):
                 break
@@ -147,28 +142,33 @@ class Worker(Generic[AnyState]):
                 # the job of a worker that is gone has the folder, and is about to end
                 time.sleep(POLL_S)
                 return
-        fields = judged(folder, experiment.metric, steps) if code == 0 else {}
+        fields = judged(folder, state.experiment.metric, steps) if code == 0 else {}
         fields = {"status": "diverged" if code == EXIT_TRAINING else "failed"} | fields
         ended_s = time.time()
         seconds = round(ended_s - since_s, 3)
-        result = Result(
-            arm=key.arm,
-            seed=key.seed,
-            exit_code=code,
-            steps=steps,
-            seconds=seconds,
-            ended_s=ended_s,
-            **fields,
-        )
-        write_result(self._document, experiment, result)
+        fields |= {"exit_code": code, "steps": steps, "seconds": seconds, "ended_s": ended_s}
+        result = Result(*key, **fields)
+        write_result(self._document, state.experiment, result)
         end = result.status if result.value is None else f"{result.value:.4f}"
         self._note(f"{key.arm}, seed {key.seed}: {end} in {seconds:.0f} s")
 
-    def _settings(self, steps: int) -> Values:
-        """Return the keys that the experiment sets for a run of so many steps."""
-        defaults = {"checkpoint.keep_latest_k": 1, "validation.freq": max(steps // VALIDATIONS, 1)}
-        own = {key: value for key, value in defaults.items() if key not in self._spec.common}
-        return {"training.steps": steps, **own}
+    def _train_to(self, experiment: Experiment, arm: Arm, key: Key, steps: int) -> int:
+        """Train a run to a step, from where it is, as the runs of an arm are trained; return the
+        exit code."""
+        if not branch_off(self._document, arm, key):
+            # the run that it branches off from hasn't kept that step
+            start = experiment.arms[arm.on]
+            if code := self._train_to(experiment, start, key, arm.branch):
+                return code
+        all_steps, common = experiment.steps_of(arm), self._spec.common
+        frequency = max(steps // VALIDATIONS, 1)
+        defaults = {"checkpoint.keep_latest_k": 1, "validation.freq": frequency}
+        settings = {"training.seed": key.seed, "training.steps": steps}
+        settings |= {name: value for name, value in defaults.items() if name not in common}
+        settings |= settings_of_origin(experiment, arm, common)
+        if steps < all_steps:
+            settings |= settings_of_part(arm, all_steps)
+        return self._train(arm, folder_of(self._document, key), settings)
 
     def _train(self, arm: Arm, folder: Path, settings: Values) -> int:
         """Run `meshwright train` in a dump folder; return its exit code."""
@@ -194,12 +194,12 @@ class Worker(Generic[AnyState]):
         """Turn a budget in seconds into steps: once, by the base on this machine, so that the runs
         of a pair have as many."""
         seconds = self._spec.budget.seconds
-        if seconds is None or self._state().experiment.seconds_to_steps:
+        if seconds is None:
             return
         with lease(self._document, "budget"):
             self._check_asked()
             experiment = self._state().experiment
-            if experiment.seconds_to_steps:  # a different worker was first
+            if experiment.seconds_to_steps:
                 return
             folder = self._document.folder / "budget"
             shutil.rmtree(folder, ignore_errors=True)
@@ -219,10 +219,9 @@ class Worker(Generic[AnyState]):
                 current = self._state().experiment
                 save(self._document, replace(current, seconds_to_steps=steps))
             shutil.rmtree(folder, ignore_errors=True)
+            more = f"; runs take {steps}, one for each of their validations"
             text = f"{seconds} s are {fitting} steps of {step_s:.3g} s on this machine"
-            if steps > fitting:
-                text += f"; runs take {steps}, one for each of their validations"
-            self._note(text)
+            self._note(text + (more if steps > fitting else ""))
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Pass a request to stop on to the run; the second one ends it at once."""
@@ -235,10 +234,44 @@ class Worker(Generic[AnyState]):
             raise StopRequested(self._requests[0])
 
 
-def _settings_of_screening(arm: Arm, steps: int) -> Values:
-    """Return further keys of a run that ends early: the next round resumes it, and its schedule is
-    that of all `steps` of the budget, unless the arm has its own."""
-    key = "lr_scheduler.total_steps"
-    has_own = key in arm.keys or config_of(arm.config, {}).lr_scheduler.total_steps is not None
-    resumable = {"checkpoint.last_save_model_only": False}
-    return resumable if has_own else resumable | {key: steps}
+def settings_of_part(arm: Arm, steps: int) -> Values:
+    """Return further keys of a run that ends early: it is resumed later, and its schedule is that
+    of all `steps` of the budget, unless the arm has its own."""
+    settings: Values = {"checkpoint.last_save_model_only": False}
+    if config_of(arm.config, arm.keys).lr_scheduler.total_steps is None:
+        settings["lr_scheduler.total_steps"] = steps
+    return settings
+
+
+def settings_of_origin(experiment: Experiment, arm: Arm, common: Mapping[str, Any]) -> Values:
+    """Return the keys by which the runs of an arm keep what its branches start from, unless that is
+    too much."""
+    branches = [one.branch for one in experiment.arms.values() if one.branch and one.on == arm.name]
+    every = math.gcd(*branches)
+    is_little = every > 0 and experiment.steps_of(arm) // every <= MOST_CHECKPOINTS
+    return {key: every for key in KEPT if is_little and key not in common}
+
+
+def branch_off(document: Document, arm: Arm, key: Key) -> bool:
+    """Give a run the checkpoint from which the runs of an arm start, by hard links, unless it's
+    beyond; return whether it has one now: the run of that arm's reference may not have kept it."""
+    folder = folder_of(document, key) / CHECKPOINTS
+    if max(saved_steps(folder), default=0) >= arm.branch:
+        return True
+    reference = folder_of(document, Key(arm.on, key.seed))
+    origin = step_folder(reference / CHECKPOINTS, arm.branch)
+    if not origin.is_dir():
+        return False
+    # renamed when it is complete, as the worker may be killed here
+    partial = folder / f".{origin.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(origin, partial, copy_function=_link)
+    partial.rename(folder / origin.name)
+    return True
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # of a file system without hard links
+        shutil.copy2(source, target)

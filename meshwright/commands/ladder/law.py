@@ -86,18 +86,14 @@ class Law:
         Args:
             x: (k): logs of the variables.
         """
-        u = x - self.x.mean(0)
-        value = math.log(self.loss_at(x))
-        side = self.scale * quantile(level, self.freedom) * REACH
-        offsets = np.concatenate((-side[::-1], side))
+        value, center = math.log(self.loss_at(x)), self.x.mean(0)
+        offsets = both_sides(self.scale * quantile(level, self.freedom) * REACH)
         y = np.column_stack((np.tile(self.y, (len(offsets), 1)), value + offsets))
-        points = np.vstack((self.x - self.x.mean(0), u))
         # squares for the further loss: it must not be taken for an outlier
         bends = np.append(np.full(len(self.y), BEND * self.scale), math.inf)
         start = np.tile(self.theta, (len(offsets), 1))
-        _, objective = _solve(points, y, start, bends)
-        low, high = self._bounds(offsets, objective, level)
-        return Interval(math.exp(value), math.exp(value + low), math.exp(value + high))
+        _, objective = _solve(np.vstack((self.x, x)) - center, y, start, bends)
+        return self._interval(value, offsets, objective, level)
 
     def parameters(self) -> dict[str, Interval]:
         """Return E, and the exponent of each term, with profile-likelihood intervals."""
@@ -114,37 +110,38 @@ class Law:
 
     def _profile(self, place: int) -> Interval:
         """Return the interval of a parameter, whose log is at `place`."""
-        side = np.geomspace(0.002, 5, len(REACH))
-        offsets = np.concatenate((-side[::-1], side))
+        offsets = both_sides(np.geomspace(0.002, 5, len(REACH)))
         start = np.tile(self.theta, (len(offsets), 1))
         start[:, place] += offsets
         free = np.arange(len(self.theta)) != place
         y = np.tile(self.y, (len(offsets), 1))
         bends = np.full(len(self.y), BEND * self.scale)
         _, objective = _solve(self.x - self.x.mean(0), y, start, bends, free)
-        low, high = self._bounds(offsets, objective, LEVEL)
-        value = float(self.theta[place])
-        return Interval(math.exp(value), math.exp(value + low), math.exp(value + high))
+        return self._interval(float(self.theta[place]), offsets, objective, LEVEL)
 
-    def _bounds(self, offsets: Array, objective: Array, level: float) -> tuple[float, float]:
-        """Return the offsets at which a profile crosses the threshold, nearest to zero; infinite if
-        it doesn't."""
+    def _interval(self, value: float, offsets: Array, objective: Array, level: float) -> Interval:
+        """Return the interval of which `value` is the log: up to where a profile, evaluated at
+        `value + offsets`, first crosses the threshold; infinite if it doesn't."""
+        # its root is nearly straight
         rise = np.sqrt(np.maximum(objective - self.objective, 0))
         threshold = self.scale * quantile(level, self.freedom)
         ends = []
-        for sign in (-1, 1):
-            own = offsets * sign > 0
-            far, up = (values[own][::sign] for values in (np.abs(offsets), rise))
+        for side in (offsets < 0, offsets > 0):
+            order = np.argsort(np.abs(offsets[side]))
+            far, up = (np.append(0.0, values[side][order]) for values in (offsets, rise))
             above = np.flatnonzero(up > threshold)
-            if not len(above):
-                ends.append(sign * math.inf)
-                continue
-            # the root of a profile is nearly straight
-            last = above[0]
-            under, nearer = (0.0, 0.0) if last == 0 else (up[last - 1], far[last - 1])
-            part = (threshold - under) / (up[last] - under)
-            ends.append(sign * (nearer + part * (far[last] - nearer)))
-        return float(ends[0]), float(ends[1])
+            end = float(far[-1] * math.inf)
+            if len(above):
+                last = slice(above[0] - 1, above[0] + 1)
+                end = float(np.interp(threshold, up[last], far[last]))
+            ends.append(end)
+        low, high = ends
+        return Interval(math.exp(value), math.exp(value + low), math.exp(value + high))
+
+
+def both_sides(offsets: Array) -> Array:
+    """Return positive offsets, and before them the negative ones, in rising order."""
+    return np.concatenate((-offsets[::-1], offsets))
 
 
 def why_no_law(x: Array, losses: Array) -> str:

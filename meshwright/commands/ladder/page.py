@@ -41,7 +41,7 @@ def _chart(state: LadderState, summary: dict[str, Any]) -> Chart:
     for end in ("low", "high"):
         edge = [(x, one[end]) for x, one in predicted if one[end] is not None]
         curves.append(Curve(end, edge, is_thin=True))
-    if state.law is not None and not state.no_law and state.ladder.terms == ["C"]:
+    if state.law is not None and not state.no_law and state.document.terms == ["C"]:
         first, last = rows[0][0], max(x for x, _ in rows)
         places = [round(x) for x in np.geomspace(first, last, SAMPLES)]
         law = [(x, state.law.loss_at(np.log([float(x * unit)]))) for x in places]

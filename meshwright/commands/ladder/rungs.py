@@ -8,14 +8,15 @@ tokens_per_parameter = 20       # or a list, for a law of parameters and tokens
 
 from contextlib import chdir
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from meshwright.commands.experiment.arms import Arms, register
-from meshwright.commands.experiment.registry import Experiment, load
+from meshwright.commands.experiment.arms import Arms
+from meshwright.commands.experiment.registry import load
 from meshwright.commands.experiment.spec import (
     BASE,
     Budget,
@@ -30,7 +31,12 @@ from meshwright.commands.ladder.law import Array, least_points
 from meshwright.system.errors import ConfigError, check
 from meshwright.train.resolve import ResolvedJob
 
-Ratios = Annotated[list[PositiveFloat], Field(min_length=1)]
+Ratios = Annotated[
+    list[PositiveFloat],
+    Field(min_length=1),
+    BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
+]
+Power = Annotated[float, Field(ge=-4, le=4)]
 
 
 class LadderSpec(Runs):
@@ -40,23 +46,17 @@ class LadderSpec(Runs):
     """Widths D of the models to train."""
     predict: list[PositiveInt] = Field(default_factory=list)
     """Widths of models whose loss is predicted, and that aren't trained."""
-    tokens_per_parameter: PositiveFloat | Ratios = 20.0
+    tokens_per_parameter: Ratios = Field([20.0])
     """Each rung trains on so many tokens for each of its active parameters. Several: each rung
     trains once with each, and the law is one of parameters and tokens."""
     seeds: PositiveInt = 1
     """Runs of each rung, whose mean is fitted."""
-    lr_power: float = -1 / 3
+    lr_power: Power = -1 / 3
     """The learning rate is the base's times this power of N / N of the base."""
-    batch_power: float = 2 / 3
+    batch_power: Power = 2 / 3
     """The same of the batch."""
     warmup: Annotated[NonNegativeFloat, Field(lt=1)] = 0.05
     """Part of a run's steps."""
-
-    @property
-    def ratios(self) -> list[float]:
-        """Tokens per parameter, as a list."""
-        ratios = self.tokens_per_parameter
-        return ratios if isinstance(ratios, list) else [ratios]
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,12 @@ class Rung:
     keys: Values
     """Over the base's config."""
 
-    @property
-    def request(self) -> Request:
-        """The arm that trains it."""
-        return Request(self.name, "rungs", self.keys, steps=self.steps)
-
 
 @dataclass(frozen=True)
-class Ladder:
-    """A ladder's TOML, checked."""
+class Ladder(Document):
+    """A ladder's TOML, checked: the runs of its rungs are those of an experiment."""
 
-    spec: LadderSpec
-    document: Document
+    own: LadderSpec
     rungs: list[Rung]
     """Those to train, by their FLOPs."""
     further: list[Rung]
@@ -96,20 +90,16 @@ class Ladder:
     @property
     def terms(self) -> list[str]:
         """The variables of the law: parameters and tokens, or compute."""
-        return ["N", "D"] if len(self.spec.ratios) > 1 else ["C"]
+        return ["N", "D"] if len(self.own.tokens_per_parameter) > 1 else ["C"]
 
     def variables(self, rung: Rung) -> Array:
         """Return the logs of the variables."""
         counts = {"N": rung.parameters, "D": rung.tokens, "C": rung.flops}
         return np.log([float(counts[term]) for term in self.terms])
 
-    def register(self) -> Experiment:
-        """Return the experiment whose arms are the rungs; new ones are checked first.
-
-        Raises:
-            ConfigError: for every rung that can't run; nothing is kept then.
-        """
-        return register(self.document, [rung.request for rung in self.rungs])
+    def requests(self) -> list[Request]:
+        """Return the arms that train the rungs."""
+        return [Request(one.name, "rungs", one.keys, steps=one.steps) for one in self.rungs]
 
 
 def read_ladder(file: Path) -> Ladder:
@@ -118,40 +108,42 @@ def read_ladder(file: Path) -> Ladder:
     Raises:
         ConfigError: with file and line, if it isn't one, or a width doesn't fit the base.
     """
-    spec, provenance = read_toml(file, LadderSpec, "a ladder")
-    shared = spec.model_dump(include=set(Runs.model_fields))
-    # of the base, which no rung has: each has its own
-    runs = Spec(**shared, budget=Budget(tokens=1))
-    document = Document(file.absolute(), runs, provenance)
+    own, provenance = read_toml(file, LadderSpec, "a ladder")
+    # a budget of the base, which no rung has: each has its own
+    spec = Spec(**own.model_dump(include=set(Runs.model_fields)), budget=Budget(tokens=1))
+    document = Document(file.absolute(), spec, provenance)
     try:
-        _check(spec)
+        _check(own)
         with chdir(document.file.parent):
             base = Arms(document, load(document)).job(BASE)
-            rungs, further = (
-                [_rung(spec, base, key, dim, ratio) for dim in dims for ratio in spec.ratios]
-                for key, dims in (("rungs", spec.rungs), ("predict", spec.predict))
-            )
+            rungs = _rungs(own, base, "rungs", own.rungs)
+            further = _rungs(own, base, "predict", own.predict)
     except ConfigError as error:
         raise document.explain(error) from None
-    by_flops = sorted(rungs, key=lambda rung: rung.flops)
-    return Ladder(spec, document, by_flops, sorted(further, key=lambda rung: rung.flops))
+    return Ladder(document.file, spec, provenance, own, rungs, further)
 
 
 def _check(spec: LadderSpec) -> None:
     for key, values in (
         ("rungs", spec.rungs),
         ("predict", spec.predict),
-        ("tokens_per_parameter", spec.ratios),
+        ("tokens_per_parameter", spec.tokens_per_parameter),
     ):
         check(len({*values}) == len(values), key, values, "has a value twice", "leave one out")
     both = [dim for dim in spec.predict if dim in spec.rungs]
     check(not both, "predict", spec.predict, f"{both} is trained as a rung", "leave it out there")
-    needed = least_points(1 if len(spec.ratios) == 1 else 2)
-    count = len(spec.rungs) * len(spec.ratios)
+    needed = least_points(1 if len(spec.tokens_per_parameter) == 1 else 2)
+    count = len(spec.rungs) * len(spec.tokens_per_parameter)
     rule = f"a law of {count} runs can't be judged: it takes {needed}"
     check(count >= needed, "rungs", spec.rungs, rule, "add widths")
     rule = "a law of parameters and tokens takes at least three widths"
     check(len(spec.rungs) > 2, "rungs", spec.rungs, rule, "add widths")
+
+
+def _rungs(spec: LadderSpec, base: ResolvedJob, key: str, dims: list[int]) -> list[Rung]:
+    pairs = product(dims, spec.tokens_per_parameter)
+    rungs = (_rung(spec, base, key, dim, ratio) for dim, ratio in pairs)
+    return sorted(rungs, key=lambda rung: rung.flops)
 
 
 def _rung(spec: LadderSpec, base: ResolvedJob, key: str, dim: int, ratio: float) -> Rung:

@@ -1,11 +1,11 @@
 """Where a ladder is: the losses of its rungs, the law that they follow, and what it predicts."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,120 +13,117 @@ from meshwright.commands.experiment.results import Key, Result, folder_of
 from meshwright.commands.experiment.state import State
 from meshwright.commands.ladder.law import Array, Interval, Law, fit, least_points, why_no_law
 from meshwright.commands.ladder.rungs import Ladder, Rung
+from meshwright.commands.ladder.text import HEAD, describe, row
+from meshwright.system.log import align
 
 
 @dataclass(frozen=True)
 class LadderState(State):
     """Where a ladder is. Its runs are those of an experiment, and judged by a law."""
 
-    ladder: Ladder
+    document: Ladder
+
+    COMMAND: ClassVar = "ladder"
+
+    def keys_of(self, rung: Rung) -> list[Key]:
+        """Return the runs of a rung, by seed."""
+        return [Key(rung.name, seed) for seed in range(self.document.own.seeds)]
 
     def runs_of(self, rung: Rung) -> list[Result]:
-        """Return the results of a rung, by seed."""
-        keys = (Key(rung.name, seed) for seed in range(self.ladder.spec.seeds))
-        return [self.results[key] for key in keys if key in self.results]
+        """Return the results of a rung so far."""
+        return [self.results[key] for key in self.keys_of(rung) if key in self.results]
 
     @cached_property
     def losses(self) -> dict[str, float]:
         """The mean of the last validations of each rung that is complete, by name."""
-        complete = {rung.name: self.runs_of(rung) for rung in self.ladder.rungs}
+        runs = {rung.name: self.runs_of(rung) for rung in self.document.rungs}
         return {
-            name: fmean(run.curve[-1][1] for run in runs)
-            for name, runs in complete.items()
-            if len(runs) == self.ladder.spec.seeds and all(run.status == "finished" for run in runs)
+            name: fmean(run.curve[-1][1] for run in own)
+            for name, own in runs.items()
+            if [run.status for run in own] == ["finished"] * self.document.own.seeds
         }
 
     def wanted(self, since_s: float) -> Iterator[Key]:
         """Yield the runs that are missing, from the smallest rung on."""
         done = self.done(since_s)
-        keys = (
-            Key(rung.name, seed)
-            for rung in self.ladder.rungs
-            for seed in range(self.ladder.spec.seeds)
-        )
+        keys = (key for rung in self.document.rungs for key in self.keys_of(rung))
         yield from (key for key in keys if key not in done)
 
-    def forecast(self, key: Key) -> str:
-        """Return what the smaller rungs predict of a run."""
-        place = [rung.name for rung in self.ladder.rungs].index(key.arm)
-        law = self._law_before(place)
-        if law is None:
-            return ""
-        value, low, high = law.predict(self.ladder.variables(self.ladder.rungs[place]))
-        return f"{key.arm}: predicted {value:.4f}, {low:.4f} to {high:.4f}"
-
-    def _law_before(self, place: int) -> Law | None:
-        """Return the law of the first rungs; None: they are too few, or not all trained."""
-        rungs = self.ladder.rungs[:place]
+    def law_of(self, rungs: Sequence[Rung]) -> Law | None:
+        """Return the law of some rungs; None: they are too few, or not all trained."""
         is_known = all(rung.name in self.losses for rung in rungs)
-        return self._fit(rungs) if is_known else None
+        is_enough = len(rungs) >= least_points(len(self.document.terms)) - 1
+        return fit(*self._points(rungs)) if is_known and is_enough else None
 
-    def _fit(self, rungs: list[Rung]) -> Law | None:
-        if len(rungs) < least_points(len(self.ladder.terms)) - 1:
-            return None
-        return fit(*self._points(rungs))
-
-    def _points(self, rungs: list[Rung]) -> tuple[Array, Array]:
+    def _points(self, rungs: Sequence[Rung]) -> tuple[Array, Array]:
         """Return the logs of the variables (n, k), and the losses (n)."""
-        x = np.array([self.ladder.variables(rung) for rung in rungs])
+        x = np.array([self.document.variables(rung) for rung in rungs])
         return x, np.array([self.losses[rung.name] for rung in rungs])
 
     @cached_property
     def law(self) -> Law | None:
         """The law of all rungs; None: not all are trained."""
-        return self._law_before(len(self.ladder.rungs))
-
-    @cached_property
-    def backward(self) -> dict[str, Interval]:
-        """What the smaller rungs predict of a rung, by its name."""
-        rungs = self.ladder.rungs
-        laws = [(rung, self._law_before(place)) for place, rung in enumerate(rungs)]
-        return {
-            rung.name: law.predict(self.ladder.variables(rung))
-            for rung, law in laws
-            if law is not None
-        }
+        return self.law_of(self.document.rungs)
 
     @cached_property
     def no_law(self) -> str:
         """Why nothing is predicted; "": there is a law."""
-        for rung in self.ladder.rungs:
+        rungs = self.document.rungs
+        for rung in rungs:
             if any(run.status == "diverged" for run in self.runs_of(rung)):
                 return f"{rung.name} diverged: lower optimizer.lr of the base"
         if self.law is None:
-            missing = len(self.ladder.rungs) - len(self.losses)
-            return f"{missing} of {len(self.ladder.rungs)} rungs aren't trained yet"
-        return why_no_law(*self._points(self.ladder.rungs))
+            return f"{len(rungs) - len(self.losses)} of {len(rungs)} rungs aren't trained yet"
+        return why_no_law(*self._points(rungs))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is predicted."""
+        return bool(self.no_law)
+
+    def prediction(self, rung: Rung) -> Interval | None:
+        """Return what the smaller rungs predict of a rung, or what all of them do of a further one;
+        None: they can't tell."""
+        rungs = self.document.rungs
+        if rung in rungs:
+            law = self.law_of(rungs[: rungs.index(rung)])
+        else:
+            law = None if self.no_law else self.law
+        return None if law is None else law.predict(self.document.variables(rung))
+
+    def forecast(self, key: Key) -> str:
+        """Return what the smaller rungs predict of a run."""
+        (rung,) = (rung for rung in self.document.rungs if rung.name == key.arm)
+        predicted = self.prediction(rung)
+        if predicted is None:
+            return ""
+        value, low, high = predicted
+        return f"{key.arm}: predicted {value:.4f}, {low:.4f} to {high:.4f}"
 
     def summary(self) -> dict[str, Any]:
         """Return the state as the object that `--json` prints."""
-        ladder = self.ladder
+        ladder = self.document
         return {
-            "ladder": str(ladder.document.file),
-            "folder": str(ladder.document.folder),
+            "ladder": str(ladder.file),
+            "folder": str(ladder.folder),
             "metric": self.experiment.metric,
             "law": self.law and self._as_json(self.law),
             "no_law": self.no_law or None,
-            "failed": [str(folder_of(self.document, Key(r.arm, r.seed))) for r in self.failed],
+            "failed": [str(folder_of(ladder, Key(r.arm, r.seed))) for r in self.failed],
             "rungs": [self._rung_row(rung) for rung in (*ladder.rungs, *ladder.further)],
         }
 
     def _as_json(self, law: Law) -> dict[str, Any]:
-        factors = zip("AB", law.coefficients(), strict=False)
         return {
-            "variables": self.ladder.terms,
+            "variables": self.document.terms,
             **{name: _finite(interval) for name, interval in law.parameters().items()},
-            **dict(factors),
+            **dict(zip("AB", law.coefficients(), strict=False)),
             "error": law.scale,
             "explained": law.explained,
         }
 
     def _rung_row(self, rung: Rung) -> dict[str, Any]:
-        is_further = rung in self.ladder.further
-        runs = [] if is_further else self.runs_of(rung)
-        predicted = self.backward.get(rung.name)
-        if is_further and self.law is not None and not self.no_law:
-            predicted = self.law.predict(self.ladder.variables(rung))
+        runs, predicted = self.runs_of(rung), self.prediction(rung)
         return {
             "rung": rung.name,
             "dim": rung.dim,
@@ -143,6 +140,15 @@ class LadderState(State):
             "loss": self.losses.get(rung.name),
             "predicted": predicted and _finite(predicted),
         }
+
+    def text(self) -> str:
+        """Return the state as lines to print."""
+        summary = self.summary()
+        lines = [describe(summary["law"])] if summary["law"] else []
+        lines.append(align([HEAD, *map(row, summary["rungs"])]))
+        if summary["no_law"]:
+            lines.append(f"no prediction: {summary['no_law']}")
+        return "\n".join([*lines, *(f"failed: {folder}" for folder in summary["failed"])])
 
 
 def _finite(interval: Interval) -> dict[str, float | None]:
