@@ -16,6 +16,7 @@ from meshwright.api.surroundings import restored_process
 from meshwright.checkpoint import commit
 from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
+from meshwright.datasets.ranges import close_files
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics.sinks import Sink
@@ -254,6 +255,7 @@ def _resolve(config: JobConfig) -> ResolvedJob:
 def _open(resolved: ResolvedJob, sinks: Sequence[Sink], stack: ExitStack) -> RunningJob:
     """Make the job ready for its next step; `stack` ends it."""
     stack.callback(_leave_group)
+    stack.callback(close_files)
     resolved, device, checkpoints = init_ranks(resolved, Launch())
     stack.callback(checkpoints.release)
     job = set_up(resolved, device, checkpoints, Heartbeat(), Launch(), sinks, logs_to_file=False)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +12,9 @@ import torch
 @contextmanager
 def restored_process() -> Iterator[None]:
     """Afterwards, restore what a job sets for its whole process: the environment, the garbage
-    collector, torch's random numbers, and its choice of deterministic algorithms."""
-    environment, collects = dict(os.environ), gc.isenabled()
+    collector, torch's random numbers, its choice of deterministic algorithms, and the hook that
+    prints errors, before which torch puts the rank."""
+    environment, collects, hook = dict(os.environ), gc.isenabled(), sys.excepthook
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     is_strict = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -22,6 +24,7 @@ def restored_process() -> Iterator[None]:
         with torch.random.fork_rng(devices):
             yield
     finally:
+        sys.excepthook = hook
         (gc.enable if collects else gc.disable)()
         torch.use_deterministic_algorithms(is_strict, warn_only=only_warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

@@ -149,3 +149,8 @@ class _RemoteStream(io.RawIOBase):
 def _open(path: str, of: int) -> IO[bytes]:
     """A local file of the `RangeFile` of that number; it is closed with the last reference."""
     return open(path, "rb", buffering=0)
+
+
+def close_files() -> None:
+    """Close the local files that this process keeps open; a read opens its file again."""
+    _open.cache_clear()
