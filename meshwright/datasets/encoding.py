@@ -3,7 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ NO_LOSS = 1 << 31
 """Bit of a token that the loss leaves out, where it is the one to predict."""
 
 Tokens = npt.NDArray[np.uint32]
+T = TypeVar("T")
 
 
 def loss_line(num_lost: int, num_characters: int) -> str:
@@ -64,7 +65,7 @@ class Encoder:
     def encode(self, document: Document) -> Tokens:
         """uint32 ids, some with `NO_LOSS`; none of an empty text, which is no document."""
         if isinstance(document, str):
-            ids = self._encode_text(document) if document else []
+            ids = self._of_text(self._tokenizer.encode, document) if document else []
             self._count_lost(document)
             whole = [*self._tokenizer.before, *ids, *self._tokenizer.after] if ids else []
             return np.array(whole, np.uint32)
@@ -82,13 +83,14 @@ class Encoder:
 
     def _count_lost(self, *texts: str) -> None:
         if self._tokenizer.loses_text:
-            for lost, characters in map(self._tokenizer.count_lost, texts):
+            for text in texts:
+                lost, characters = self._of_text(self._tokenizer.count_lost, text)
                 self.num_lost += lost
                 self.num_characters += characters
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _of_text(self, function: Callable[[str], T], text: str) -> T:
         try:
-            return self._tokenizer.encode(text)
+            return function(text)
         except (ConfigError, MemoryError, *PASSED_ON):
             raise
         except BaseException as error:  # of the user's code; or a panic of Rust

@@ -231,7 +231,7 @@ def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigErr
 def as_toml(value: object) -> str:
     """Return a value as a TOML has it, where text may stand in single quotes as well."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(as_toml, value))}]"
+        return f"[{', '.join('absent' if one is None else as_toml(one) for one in value)}]"
     if isinstance(value, dict):
         # an absent key is the only word of TOML for None
         given = {_as_key(key): as_toml(one) for key, one in value.items() if one is not None}
@@ -240,8 +240,6 @@ def as_toml(value: object) -> str:
         import tomli_w  # here: little text needs it
 
         return tomli_w.dumps({"text": value})[7:-1]
-    if value is None:
-        return "absent"
     return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 

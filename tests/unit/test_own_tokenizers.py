@@ -100,6 +100,10 @@ def test_options_of_tokenizer_and_format_make_other_tokens(tmp_path) -> None:
          "makes the special token 95 of the text ' two"),
         ('"<eos>": self.eos_id, ', "", "puts 95 around documents, which `special_ids` hasn't"),
         ("hashlib.sha256(known).hexdigest()[:16]", "0", "has no text as `fingerprint`"),
+        ("return ids.count(self._unknown), len(ids)", "return ids.count(self._unknown)",
+         "its tokenizer gives 0 as `count_lost` of 'Once upon a time', and no two numbers"),
+        ("return ids.count(self._unknown), len(ids)", "return ids.lost, len(ids)",
+         r"its tokenizer raises AttributeError: .*mine.py:\d+\)"),
         ("self._lower = options.lower", "1 / 0", r"cannot be built: ZeroDivision.*mine.py:19\)"),
         ("read = self", "read = text.nothing; self", r"raises AttributeError: .*mine.py:35\)"),
     ],
@@ -175,3 +179,14 @@ def test_a_checkpoint_opens_its_tokenizer_with_its_module_alone(tmp_path) -> Non
     tokenizer, _ = open_tokenizer(place, manifest, None)
     assert tokenizer.encode("Aa") == [39, 39]  # by its options
     assert why_not_exported(tokenizer) == "Characters is not a kind that has such a file"
+
+
+def test_an_error_in_the_count_of_lost_characters_is_a_bad_record(tmp_path) -> None:
+    code = TOKENIZER.replace("def count_lost(self, text):", "def count_lost(self, text):\n"
+                             "        assert 'Anna' not in text")  # fmt: skip
+    plain = {"training__dataset_format": "", "training__dataset": "text"}
+    config = job(tmp_path, code, **plain)
+    looked_at(config)
+    (tmp_path / "rows.jsonl").write_text("Anna\n")
+    with pytest.raises(RecordError, match=r"tokenizer_type: the tokenizer fails on .*Anna.*Ass"):
+        open_data("training", config, num_workers=1)

@@ -58,7 +58,9 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
             except RankError as error:  # each case would say the same
                 sentence = str(error).removeprefix("rank 0: ")
                 rule = f"the small job stops on one process: {sentence}"
-                fix = "correct what the line does; no case was run"
+                args = small.model.args
+                size = f"width {args['dim']} and {args['vocab_size']} tokens"
+                fix = f"correct what the line does, for a model of {size} as well; no case was run"
                 raise ConfigError("", f"{rule}\n  fix: {fix}") from error
         for case in sorted(cases, key=lambda case: case.world_size):
             if reason := _why_not(case):

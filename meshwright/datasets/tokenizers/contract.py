@@ -54,3 +54,6 @@ def _broken(tokenizer: Tokenizer) -> Iterator[str]:
             yield f"makes the special token {min(named)} of the text {text!r}"
         if not isinstance(tokenizer.decode(ids), str):
             yield f"decodes {ids!r:.60} as no text"
+        lost = tokenizer.count_lost(text)
+        if not (isinstance(lost, tuple) and [*map(type, lost)] == [int, int]):
+            yield f"gives {lost!r:.60} as `count_lost` of {text!r}, and no two numbers"
