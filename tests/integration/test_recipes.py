@@ -16,6 +16,7 @@ from meshwright.commands.prove.compare import compare
 from meshwright.commands.prove.measure import measure
 from meshwright.commands.prove.measurement import LAST_RESUMED_STEP
 from meshwright.commands.prove.prove import record_references
+from meshwright.commands.prove.reference import compare_with_plain
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.changes import changed
 from meshwright.train.resolve_model import TABLES, extend_only_by, resolve_model
@@ -91,7 +92,8 @@ DOUBLE = ("counts[1] += shard.gradient.numel()", "counts[1] += 1")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*COMPUTES, "all", "a metric that counts shards"])
 def test_a_recipe_equals_one_process_on_a_mesh_of_two_axes(kind: str, on_ranks, tmp_path) -> None:
-    """As `meshwright prove` compares them: steps, validation, checkpoint and resume."""
+    """As `meshwright prove` compares them: with plain PyTorch, as far as that knows the parts, and
+    steps, validation, checkpoint and resume with one process."""
     code, keys = "", dict[str, Any]()
     if kind == "all":  # with two optimizers
         code = together("lion", *(RECIPES[one][0] for one in ALL))
@@ -110,6 +112,8 @@ def test_a_recipe_equals_one_process_on_a_mesh_of_two_axes(kind: str, on_ranks, 
     small = changed(small, {"training": {"steps": LAST_RESUMED_STEP}, "model": {"args": args}})
     case = build_case("mesh", small, {"dp_shard": 2, "tp": 2})
     reference, file = record_references(partial(on_ranks, 1), small, {"fp32"}, tmp_path)["fp32"]
+    (checked,) = on_ranks(1, compare_with_plain, config, small)
+    assert checked.failures == []
     ranks = on_ranks(case.world_size, measure, case.config, case.world_size, file)
     failures = compare(reference, ranks, bounds_of(case)).failures
     if kind in RECIPES or kind == "all":

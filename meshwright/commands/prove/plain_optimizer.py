@@ -25,6 +25,7 @@ from meshwright.config.optimizer import Muon, Optimizer
 from meshwright.config.training import LRScheduler
 
 SHIPPED = ("AdamW", "Adam", "muon")
+SCHEDULES = ("wsd", "inverse_sqrt")
 
 SPLIT = {
     **dict.fromkeys(("wq", "wg", "wq_b", "wkv_b"), "n_heads"),

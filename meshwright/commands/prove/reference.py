@@ -16,7 +16,13 @@ from torch import Tensor
 from meshwright.commands.prove.cases import reference_case
 from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.plain_decoder import FORMS, amplitude, angles, frequencies, shapes
-from meshwright.commands.prove.plain_optimizer import SHIPPED, kept_share, schedule, spikes
+from meshwright.commands.prove.plain_optimizer import (
+    SCHEDULES,
+    SHIPPED,
+    kept_share,
+    schedule,
+    spikes,
+)
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.reference_steps import TOO_WIDE, UNIT, bound_of_muon, compare_steps
 from meshwright.commands.prove.weights import in_short_chunks
@@ -98,7 +104,7 @@ def not_modeled(config: JobConfig) -> list[str]:
 def _compare_schedule(checked: Checked, config: JobConfig) -> None:
     """Compare the learning rate at up to 2000 steps of the job, and the share of the EMA."""
     steps, peak = config.training.steps, config.optimizer.lr
-    if config.lr_scheduler.name not in ("wsd", "inverse_sqrt"):
+    if config.lr_scheduler.name not in SCHEDULES:
         checked.not_checked.append(
             f'the learning rate of your schedule "{config.lr_scheduler.name}"'
         )

@@ -22,7 +22,13 @@ from meshwright.commands.prove.job import ProofJob
 from meshwright.commands.prove.measure import different
 from meshwright.commands.prove.plain_batch import compare_batch, compare_documents, read_batch
 from meshwright.commands.prove.plain_decoder import UNCOUNTED, Plain, Router
-from meshwright.commands.prove.plain_optimizer import clip_qk, kept_share, optimizers, schedule
+from meshwright.commands.prove.plain_optimizer import (
+    SCHEDULES,
+    clip_qk,
+    kept_share,
+    optimizers,
+    schedule,
+)
 from meshwright.commands.prove.weights import stretch_of
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.samples import SampleRules
@@ -289,7 +295,9 @@ class Steps:
         for name, weight in self._weights.items():
             weight.grad = gradients.get(name)
         nn.utils.clip_grad_norm_(self._weights.values(), config.training.max_norm)
-        lr = config.optimizer.lr * schedule(step, config.training.steps, config.lr_scheduler)
+        lr = self._trainer.lr_at(step)
+        if config.lr_scheduler.name in SCHEDULES:
+            lr = config.optimizer.lr * schedule(step, config.training.steps, config.lr_scheduler)
         for name, (optimizer, own) in self._optimizers.items():
             want = lr * own.lr_scale
             checked.number("learning rate", f"of step {step} of {name}", rates[name], want, 1e-9)
