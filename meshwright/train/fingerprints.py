@@ -1,7 +1,10 @@
 """Sums of the bits of weights and of optimizer state: equal on any mesh where every bit is."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,7 +16,7 @@ WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The type that shows the bits of an element, by its bytes."""
 
 CPU_CHUNK = 1 << 15
-"""Elements whose copy as int64 stays in a CPU's cache, which makes the sum 10 times faster."""
+"""Elements that stay in a CPU's cache between two sums of 32 bits, which are exact for so many."""
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
@@ -24,9 +27,21 @@ def bit_sum(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().view(WHOLE_NUMBERS[tensor.dtype.itemsize]).flatten()
     if bits.device.type != "cpu":
         return bits.sum(dtype=torch.int64)
-    total = torch.zeros((), dtype=torch.int64)
-    for chunk in bits.split(CPU_CHUNK):
-        total += chunk.long().sum()
+    return torch.tensor(_cpu_sum(bits.numpy()))
+
+
+def _cpu_sum(bits: npt.NDArray[Any]) -> int:
+    """Return the sum of whole numbers. torch and numpy convert 32 bits to 64 before they add, which
+    takes longer than to add the upper halves, and all, in 32 bits."""
+    if bits.itemsize != 4:
+        return int(bits.sum(dtype=np.int64))
+    total, buffer = 0, np.empty(min(len(bits), CPU_CHUNK), np.int32)
+    for start in range(0, len(bits), CPU_CHUNK):
+        chunk = bits[start : start + CPU_CHUNK]
+        upper = np.right_shift(chunk, 16, out=buffer[: len(chunk)])
+        high = int(upper.sum(dtype=np.int32)) << 16
+        # the lower halves aren't negative, and add up to less than 2^32
+        total += high + (int(chunk.sum(dtype=np.int32)) - high) % (1 << 32)
     return total
 
 
@@ -59,19 +74,24 @@ def local_sums(
         groups: every `block_of` a parameter of the model.
         device: of collectives.
     """
-    sums = torch.zeros(2, len(groups), dtype=torch.int64, device=device)
+    places, parts = list[int](), list[Tensor]()
     for name, parameter in parameters:
         is_first, group = is_first_copy(parameter), groups.index(block_of(name))
         if is_first:
-            sums[0, group] += bit_sum(local_shard(parameter)).to(device)
+            places.append(group)
+            parts.append(bit_sum(local_shard(parameter)).to(device))
         for value in state.get(parameter, {}).values():
             # a count of steps has no dimensions, and every rank has it
             if not (isinstance(value, Tensor) and value.dim()):
                 continue
             # of an optimizer of whole matrices, one rank of all has the state
             if is_first or not is_dtensor(value):
-                sums[1, group] += bit_sum(local_shard(value)).to(device)
-    return sums
+                places.append(len(groups) + group)
+                parts.append(bit_sum(local_shard(value)).to(device))
+    sums = torch.zeros(2 * len(groups), dtype=torch.int64, device=device)
+    if parts:
+        sums.index_add_(0, torch.tensor(places, device=device), torch.stack(parts))
+    return sums.view(2, -1)
 
 
 def is_first_copy(parameter: Tensor) -> bool:

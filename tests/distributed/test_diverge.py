@@ -18,10 +18,10 @@ from meshwright.commands.diverge.command import EXIT_UNEXPLAINED
 from meshwright.commands.diverge.facts import Fact, compare_facts
 from meshwright.commands.diverge.flips import likely_bits, size_of, stands_out, steps_alike
 from meshwright.commands.diverge.records import OtherStep, compare_rows
-from meshwright.commands.diverge.replays import first_far
 from meshwright.commands.diverge.trace import first_other_value
 from meshwright.commands.diverge.tries import Flip, flip_bits
 from meshwright.commands.diverge.verdict import Comparison, Verdict
+from meshwright.commands.replay.compared import ComparedStep, ComparedSteps
 from meshwright.commands.replay.recorded import read_recorded
 from meshwright.system import errors
 from meshwright.system.errors import ConfigError
@@ -380,11 +380,19 @@ def test_lines_of_a_record_differ_in_any_bit_and_in_what_is_not_finite() -> None
 
 
 def test_each_metric_has_its_own_bound() -> None:
-    wanted = {1: {"loss": 2.0, "grad_norm": 1.0}, 2: {"loss": 2.0, "grad_norm": 1.0}}
+    """Ten times the difference of the twin."""
+    wanted = {step: {"step": step, "loss": 2.0, "grad_norm": 1.0} for step in (1, 2)}
     taken = {1: {"loss": 2.0, "grad_norm": 1.00005}, 2: {"loss": 2.00004, "grad_norm": 1.0}}
-    assert first_far(taken, wanted, [1e-5, 1e-4]) == 2
-    assert first_far(taken, wanted, [1e-4, 1e-5]) == 1
-    assert first_far(taken, wanted, [1e-4, 1e-4]) is None
+
+    def first(of_loss: float, of_norm: float) -> int | None:
+        twin = {"loss": 2.0 * (1 + of_loss), "grad_norm": 1 + of_norm}
+        steps = [ComparedStep(row, None, twin) for row in wanted.values()]
+        return ComparedSteps("float32", steps).first_other(taken, wanted)
+
+    assert first(1e-6, 1e-5) == 2
+    assert first(1e-5, 1e-6) == 1
+    assert first(1e-5, 1e-5) is None
+    assert first(1.0, 1e-6) is None, "beyond the horizon nothing can be told"
 
 
 def test_the_second_largest_difference_is_of_a_different_element() -> None:

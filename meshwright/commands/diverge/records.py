@@ -4,13 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.commands.replay.recorded import RecordedRun, relative
+from meshwright.commands.replay.compared import number, relative
+from meshwright.commands.replay.recorded import RecordedRun
 from meshwright.metrics.report.run import Row
 
-METRICS = {"loss": "loss", "grad_norm": "gradient norm", "norms": "gradient norm of"}
-"""Of a step in the order of computation, and their words."""
+WORDS = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "norms": "gradient norm of",
+    "optimizer": "optimizer state of",
+    "weights": "weights of",
+}
+"""Of what a step has, in the order of computation."""
 
-SUMS = {"optimizer": "optimizer state of", "weights": "weights of"}
+SUMS = ("optimizer", "weights")
 """Sums of bits, which are equal or not."""
 
 
@@ -27,7 +34,7 @@ class OtherStep:
     @property
     def groups(self) -> set[str]:
         """The groups of parameters whose weights or state differ; none, if that isn't logged."""
-        starts = tuple(SUMS.values())
+        starts = tuple(WORDS[key] for key in SUMS)
         return {name.rpartition(" ")[2] for name in self.names if name.startswith(starts)}
 
 
@@ -42,16 +49,12 @@ def other_steps(a: RecordedRun, b: RecordedRun) -> Iterator[OtherStep]:
 def compare_rows(a: Row, b: Row, groups: Sequence[str]) -> dict[str, float]:
     """Return what two lines of a record have in different bits, with the relative differences of
     loss and norms; sums of bits have none, so theirs is 0."""
-    found = dict[str, float]()
-    for key, words in METRICS.items():
-        for name, left, right in _pairs(a.get(key), b.get(key), words, groups):
-            if left != right:
-                (found[name],) = relative([left], [right])
-    for key, words in SUMS.items():
-        for name, left, right in _pairs(a.get(key), b.get(key), words, groups):
-            if left != right:
-                found[name] = 0.0
-    return found
+    return {
+        name: 0.0 if key in SUMS else relative(number(left), number(right))
+        for key, words in WORDS.items()
+        for name, left, right in _pairs(a.get(key), b.get(key), words, groups)
+        if left != right
+    }
 
 
 def _pairs(a: Any, b: Any, words: str, groups: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
@@ -21,8 +21,8 @@ from meshwright.commands.diverge.flips import Known
 from meshwright.commands.diverge.trace import OtherValue, first_other_value
 from meshwright.commands.diverge.tries import Flip
 from meshwright.commands.diverge.worker import Interval, take_all
-from meshwright.commands.replay.recorded import RecordedRun, held, relative
-from meshwright.commands.replay.replay import HORIZON, WITHOUT_TWIN, bounds_of
+from meshwright.commands.replay.compared import ComparedStep, ComparedSteps
+from meshwright.commands.replay.recorded import RecordedRun, held
 from meshwright.config.changes import changed, with_values
 from meshwright.config.job_config import Update
 from meshwright.config.loader import to_toml
@@ -62,20 +62,6 @@ class Findings:
     """Hash of the code that has taken B's steps."""
 
 
-def first_far(steps: Steps, wanted: Steps, bounds: Sequence[float]) -> int | None:
-    """Return the first step that differs from `wanted` by more than `bounds` allow its loss, its
-    norm and the norms of its groups."""
-    for step in sorted(steps.keys() & wanted.keys()):
-        apart = relative(_metrics_of(steps[step]), _metrics_of(wanted[step]))
-        if any(distance > bound for distance, bound in zip(apart, bounds, strict=False)):
-            return step
-    return None
-
-
-def _metrics_of(row: Row) -> list[float | None]:
-    return [row.get("loss"), row.get("grad_norm"), *row.get("norms", [])]
-
-
 class Replays:
     """Steps `begin` + 1 to `last` of two runs. A context manager, in which nothing deletes the
     checkpoints. Every method raises `ConfigError` if the steps can't be taken here.
@@ -92,7 +78,6 @@ class Replays:
         self._start = a.start_of(last)
         self._exit = ExitStack()
         self._ours: list[Taken] = []
-        self._bounds: Sequence[float] = ()
         self._traced = begin + 1
 
     def __enter__(self) -> "Replays":
@@ -159,28 +144,18 @@ class Replays:
         if is_crossed and self._begin:  # initial weights follow from the facts of B anyway
             of_b.append(Interval(self._config(self._b, self._a), 1, self._last, traced))
         (self._ours,), ((own,), *others), source_b = self._work([of_a], of_b)
-        ours, *twin = self._ours
-        steps: Steps = ours["steps"]
-        rounding = {
-            step: relative(_metrics_of(row), _metrics_of(steps[step]))
-            for one in twin
-            for step, row in one["steps"].items()
-        }
-        # where rounding has grown too much, nothing can be told
-        known = {s: row for s, row in steps.items() if rounding.get(s, [0.0])[0] <= HORIZON}
-        of_twin = [rounding[step] for step in known if step in rounding]
-        limit = WITHOUT_TWIN[self._start["config"]["training"]["mixed_precision_param"]]
-        self._bounds = bounds_of(of_twin) or [limit] * len(_metrics_of(steps[self._last]))
+        ours, *twin = (one["steps"] for one in self._ours)
+        self._compared = ComparedSteps(
+            self._start["config"]["training"]["mixed_precision_param"],
+            [ComparedStep(row, None, *(one[step] for one in twin)) for step, row in ours.items()],
+        )
         crossed = others[0][0] if others else own
         step, value = self._change(crossed) if is_crossed else (None, None)
-        of_b_known = {step: own["steps"][step] for step in known}
+        first_other, rounding = self._compared.first_other, self._compared.comparable
         return Findings(
-            is_off=(
-                first_far(known, self._a.steps, self._bounds),
-                first_far(of_b_known, self._b.steps, self._bounds),
-            ),
+            (first_other(ours, self._a.steps), first_other(own["steps"], self._b.steps)),
             crossed=step,
-            rounding=max(map(max, of_twin), default=0.0),
+            rounding=max(chain(*(one.rounding for one in rounding)), default=0.0),
             traced=traced,
             value=value,
             source_b=source_b,
@@ -202,7 +177,7 @@ class Replays:
         """Return the first step, and value, that other facts than A's have changed."""
         ours, *twin = self._ours
         value = first_other_value(*(one["trace"] for one in (ours, taken, *twin)))
-        return first_far(taken["steps"], ours["steps"], self._bounds), value
+        return self._compared.first_other(taken["steps"], ours["steps"]), value
 
     def _config(
         self,

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.commands.diverge.checkpoints import GRADIENT, NORM, WEIGHT, Place
 from meshwright.commands.diverge.records import compare_rows
-from meshwright.commands.replay.job import figures_of
+from meshwright.commands.replay.job import row_of
 from meshwright.metrics.report.run import Row
 from meshwright.models.loss import Batch
 from meshwright.models.parameter import block_of
@@ -102,8 +101,7 @@ class Tries:
         with _watched(self.job.trainer, at_gradients, at_sums):
             for step in steps:
                 result = self.job.trainer.step(step, self._batches[step], detector)
-                row = asdict(figures_of(step, result)) | self.job.step_record.fingerprints()
-                row["norms"] = [*row["norms"]]
+                row = row_of(step, result) | self.job.step_record.fingerprints()
                 is_other = bool(compare_rows(row, wanted.get(step, row), self.groups))
                 # the first rank has written the record: others may have a different norm
                 if self.total(float(is_other and dist.get_rank() == 0)):

@@ -26,8 +26,8 @@ from meshwright.commands.diverge.records import (
 from meshwright.commands.diverge.replays import Findings, Replays
 from meshwright.commands.diverge.tries import Flip
 from meshwright.commands.prove.ranks import RankError
+from meshwright.commands.replay.compared import LEAST_ROUNDING, TIMES_ROUNDING, WITHOUT_TWIN
 from meshwright.commands.replay.recorded import RecordedRun
-from meshwright.commands.replay.replay import LEAST_ROUNDING, TIMES_ROUNDING, WITHOUT_TWIN
 from meshwright.metrics.report.run import Row
 from meshwright.models.parameter import block_of
 from meshwright.system.errors import ConfigError, check, first_line, numbered

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from meshwright.commands.diverge.flips import Known, find_flips
 from meshwright.commands.diverge.trace import Trace
 from meshwright.commands.diverge.tries import Flip
 from meshwright.commands.replay.command import on_ranks
-from meshwright.commands.replay.job import close_job, open_job, take_steps
-from meshwright.commands.replay.replay import other_microbatch
+from meshwright.commands.replay.job import close_job, open_job, other_microbatch, take_steps
 from meshwright.config.loader import load_config
 from meshwright.models.loss import Batch
 from meshwright.system.errors import EXIT_CONFIG, ConfigError
@@ -76,7 +75,7 @@ def _take(job: RunningJob, interval: Interval) -> dict[str, Any]:
 
     steps = take_steps(job, interval.last, look, note=note)
     close_job(job)
-    rows = {one.step: asdict(one) | {"norms": [*one.norms]} | sums[one.step] for one in steps}
+    rows = {row["step"]: {**row, **sums[row["step"]]} for row in steps}
     return {"steps": rows, "trace": trace.entries, "flips": flips}
 
 

@@ -81,7 +81,7 @@ def run(given: Namespace) -> None:
         replayed = on_ranks(replay.replay_steps, request, given.ngpu, bool(gpus))
     lines = lambda: printed.lines_of_replay(replayed, recorded.groups, given.config)  # noqa: E731
     _print(given, _as_json(replayed, recorded.groups), lines)
-    if replayed.beyond_horizon or replayed.first_other:
+    if replayed.beyond_horizon or replayed.not_as_recorded:
         sys.exit(1)
 
 
@@ -156,10 +156,10 @@ def as_json_value(value: Any) -> Any:
 
 
 def _as_json(replayed: "Replayed", groups: list[str]) -> dict[str, Any]:
-    other, beyond = replayed.first_other, replayed.beyond_horizon
+    other, beyond = replayed.not_as_recorded, replayed.beyond_horizon
     return dataclasses.asdict(replayed) | {
         "groups": groups,
         "bounds": replayed.bounds,
-        "first_other_step": None if other is None else other.taken.step,
-        "beyond_horizon_from_step": None if beyond is None else beyond.taken.step,
+        "first_other_step": other and other.taken["step"],
+        "beyond_horizon_from_step": beyond and beyond.taken["step"],
     }

@@ -1,15 +1,17 @@
 """The job that takes steps of a run again, on one rank."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
 from meshwright.launch.heartbeat import Heartbeat
+from meshwright.metrics.report.run import Row
 from meshwright.metrics.reporter import SinkWriter
 from meshwright.models.loss import Batch
 from meshwright.parallelisms.meshes import Meshes
@@ -20,22 +22,6 @@ from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.running_job import RunningJob
 from meshwright.train.set_up import init_ranks, set_up
 from meshwright.train.trainer import StepResult
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """The results of a step."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    norms: Sequence[float] = ()
-    """Of the gradients of each group of parameters."""
-
-    @property
-    def all(self) -> tuple[float, ...]:
-        """The loss, the norm, and the norms of groups."""
-        return self.loss, self.grad_norm, *self.norms
 
 
 def open_job(
@@ -96,14 +82,14 @@ Look = Callable[[RunningJob, int, list[Batch]], None]
 
 def take_steps(
     job: RunningJob, last: int, look: Look | None = None, *, note: Callable[[int], None]
-) -> list[StepFigures]:
+) -> list[Row]:
     """Take the steps up to `last` as the run took them. Collective.
 
     Args:
         look: is called before each step.
         note: gets the number of each step that is taken, after it.
     """
-    figures = list[StepFigures]()
+    rows = list[Row]()
     with ExitStack() as stack:
         stack.enter_context(ordered_attention(job.attention))
         for step in range(job.resolved.resume_step + 1, last + 1):
@@ -111,13 +97,23 @@ def take_steps(
             batches = [batch.to(job.device) for batch in data.batches]
             if look is not None:
                 look(job, step, batches)
-            result = job.trainer.step(step, batches, job.detector)
-            figures.append(figures_of(step, result))
+            rows.append(row_of(step, job.trainer.step(step, batches, job.detector)))
             note(step)
-    return figures
+    return rows
 
 
-def figures_of(step: int, result: StepResult) -> StepFigures:
-    """Return the results of a step on the host."""
+def row_of(step: int, result: StepResult) -> dict[str, Any]:
+    """Return the results of a step as a line of the record has them, without sums of bits."""
     norms = [] if result.group_norms is None else result.group_norms.tolist()
-    return StepFigures(step, result.loss.item(), result.grad_norm.item(), norms)
+    loss, grad_norm = result.loss.item(), result.grad_norm.item()
+    return {"step": step, "loss": loss, "grad_norm": grad_norm, "norms": norms}
+
+
+def other_microbatch(job: RunningJob) -> int:
+    """Return a different number of sequences, with which sums are rounded otherwise; 0: there is
+    none."""
+    training = job.resolved.config.training
+    size, of_rank = training.local_batch_size, training.global_batch_size // job.meshes.dp.size()
+    if size > 1:
+        return size // 2 if size % 2 == 0 else 1
+    return 2 if of_rank % 2 == 0 else 0

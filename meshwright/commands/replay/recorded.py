@@ -1,9 +1,8 @@
 """What a run has recorded of its steps, and the config to take one of them again. Free of torch."""
 
 import json
-import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,19 +128,6 @@ def read_recorded(folder: Path) -> RecordedRun:
     steps: dict[int, Row] = {row["step"]: _of_metrics(row) for row in run.records}
     steps |= {row["step"]: row for row in rows_of(folder / STEPS_FILE)}
     return RecordedRun(run, steps)
-
-
-def relative(values: Sequence[float | None], wanted: Sequence[float | None]) -> list[float]:
-    """Return relative differences: 0 where neither is finite, infinite where one of them is. A
-    record has null for what isn't finite."""
-    return [_relative(*pair) for pair in zip(values, wanted, strict=False)]  # groups may be missing
-
-
-def _relative(value: float | None, wanted: float | None) -> float:
-    left, right = (math.nan if one is None else one for one in (value, wanted))
-    if math.isfinite(left) != math.isfinite(right):
-        return math.inf
-    return abs(left - right) / max(abs(right), 1e-30) if math.isfinite(right) else 0.0
 
 
 def _of_metrics(row: Row) -> Row:

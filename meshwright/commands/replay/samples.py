@@ -24,6 +24,9 @@ STANDS_OUT = 3.5
 """Robust deviations from which a sample is taken for an outlier (Iglewicz and Hoaglin 1993, "How to
 detect and handle outliers")."""
 
+MOST_MEASURED = 64
+"""Samples whose gradient is computed: those first whose loss deviates most."""
+
 NUM_TOKENS = 3
 """Costliest tokens that are shown of a sample."""
 
@@ -49,9 +52,11 @@ class StepSample:
     """In the global batch."""
     loss: float
     deviations: float
-    """From the median of the step's samples, in robust standard deviations."""
+    """Of the loss from the median of the step's samples, in robust standard deviations."""
     grad_norm: float | None
     """Of its share of the step's gradient; None: not measured."""
+    grad_deviations: float
+    """The same of the logarithm of that; 0: not measured."""
     documents: Sequence[DocumentPart]
     """The costliest first."""
     costliest: Sequence[tuple[str, float]]
@@ -98,7 +103,10 @@ def deviations_of(means: Tensor, counted: Tensor) -> Tensor:
 def measure_samples(
     job: RunningJob, step: int, batches: Sequence[Batch], count: int
 ) -> SampleTable:
-    """Return the `count` samples of a step whose losses deviate most. Collective.
+    """Return the `count` samples of a step that deviate most, the furthest first. Collective.
+
+    A loss may deviate to both sides. A gradient counts if it is large: text that repeats has one
+    whose parts add up, though a model that can't copy yet finds no more in it than in other text.
 
     Args:
         step: the next one.
@@ -108,18 +116,25 @@ def measure_samples(
     counted = has_loss(_all_labels(job, batches)).cpu()
     means = losses.sum(1) / counted.sum(1).clamp(min=1)
     deviations = deviations_of(means, counted)
-    order = deviations.abs().argsort(descending=True).tolist()
-    shown = sorted(order[:count], key=lambda index: -deviations[index])
-    out = [index for index in shown if abs(deviations[index]) > STANDS_OUT]
-    norms, norm_without = dict[int, float](), None
-    if job.trainer.early is None:  # which updates parameters within backward
+    order = deviations.abs().argsort(descending=True)
+    measured = order[: max(count, MOST_MEASURED)]
+    norms, of_norms = torch.zeros_like(means), torch.zeros_like(means)
+    has_norms = job.trainer.early is None  # which updates parameters within backward
+    if has_norms:
         weighted = [job.trainer.with_loss_weights(batch) for batch in batches]
         labels = count_labels(weighted, job.meshes)
         labels = labels / job.meshes.cp.size()  # each rank of a cp group has all of them here
-        norms = {i: norm_of_part(job.trainer, batches, [i], labels) for i in shown}
-        rest = [index for index in order if index not in out]
-        if out and rest:
-            norm_without = norm_of_part(job.trainer, batches, rest)
+        for index in measured.tolist():
+            norms[index] = norm_of_part(job.trainer, batches, [index], labels)
+        logs = norms[measured].clamp(min=torch.finfo(norms.dtype).tiny).log()
+        of_norms[measured] = deviations_of(logs, counted[measured])
+    distances = deviations.hypot(of_norms.clamp(min=0))[measured]
+    shown = measured[distances.argsort(descending=True)][:count].tolist()
+    # not by gradients: one in a few clean steps has one so large
+    out, norm_without = [index for index in shown if abs(deviations[index]) > STANDS_OUT], None
+    rest = [index for index in order.tolist() if index not in out]
+    if has_norms and out and rest:
+        norm_without = norm_of_part(job.trainer, batches, rest)
     samples = list[StepSample]()
     if dist.get_rank() == 0:
         first = job.begin.sample + (step - job.resolved.resume_step - 1) * len(means)
@@ -129,9 +144,12 @@ def measure_samples(
         for index in shown:
             of_labels = losses[index], counted[index]
             documents, costliest = _contents(job, drawn[index], *of_labels, places)
-            loss, deviation = means[index].item(), deviations[index].item()
-            found = StepSample(index, loss, deviation, norms.get(index), documents, costliest)
-            samples.append(found)
+            of_sample = (values[index].item() for values in (means, deviations, norms, of_norms))
+            loss, deviation, norm, of_norm = of_sample
+            grad_norm = norm if has_norms else None
+            samples.append(
+                StepSample(index, loss, deviation, grad_norm, of_norm, documents, costliest)
+            )
     return SampleTable(samples, out, norm_without)
 
 
