@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.commands.replay.recorded import RecordedRun
+from meshwright.commands.replay.samples import place_of
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.datasets.cached_source import CachedSource
-from meshwright.datasets.opening import open_data, recipe_of
+from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import SampleRules
-from meshwright.datasets.token_cache.locate import locate
 from meshwright.metrics.report.run import Row
 from meshwright.system.errors import ConfigError, first_line
 from meshwright.train.resolve_model import extend_only_by
@@ -79,11 +79,7 @@ def _look(config: JobConfig, source: CachedSource, number: int) -> tuple[int, st
     if number >= source.cache.num_documents:
         return 0, "absent"
     document = source.cache.document(number)
-    try:
-        place = locate(recipe_of(source.entry, config), source.cache, document)
-    except ConfigError as error:  # the file has been edited since
-        place = first_line(error)
-    return document.end - document.begin, place
+    return document.end - document.begin, place_of(source, document, config)
 
 
 def _is_comparable(a: JobConfig, b: JobConfig, steps: range) -> bool:

@@ -119,7 +119,7 @@ class Replays:
             threads=self._start["kernels"]["threads"],
             known=known,
         )
-        ((taken,),), _, _ = self._work([interval], [])
+        ((taken,),) = take_all([interval])
         return taken["steps"], taken["flips"]
 
     def _is_as_last(self, step: int) -> bool:
@@ -170,7 +170,7 @@ class Replays:
         history = [{**self._start, "config": values}]
         hybrid = replace(self._a, run=replace(self._a.run, history=history))
         interval = Interval(self._config(hybrid, self._a), 1, self._last, self._traced)
-        ((taken,),), _, _ = self._work([interval], [])
+        ((taken,),) = take_all([interval])
         return any(one is not None for one in self._change(taken))
 
     def _change(self, taken: Taken) -> tuple[int | None, OtherValue | None]:
@@ -210,7 +210,7 @@ class Replays:
     ) -> tuple[list[Any], list[Any], str]:
         """Return what is taken with the code of each run, and the hash of B's. Different code has a
         process of its own."""
-        if self._code_b is None or not of_b:
+        if self._code_b is None:
             taken = take_all([*of_a, *of_b])
             return taken[: len(of_a)], taken[len(of_a) :], source_hash()
         request, result = self._folder / "request.json", self._folder / "result.pt"

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from meshwright.commands.diverge.flips import Known, find_flips
 from meshwright.commands.diverge.trace import Trace
 from meshwright.commands.diverge.tries import Flip
 from meshwright.commands.replay.command import on_ranks
-from meshwright.commands.replay.job import close_job, open_job, other_microbatch, take_steps
+from meshwright.commands.replay.job import take_steps, with_twin
 from meshwright.config.loader import load_config
 from meshwright.models.loss import Batch
 from meshwright.system.errors import EXIT_CONFIG, ConfigError
@@ -41,20 +42,12 @@ class Interval:
 
 def take_interval(interval: Interval) -> list[dict[str, Any]]:
     """Return the steps of an interval, and of its twin, if there is one. Collective."""
-    if interval.threads:
-        torch.set_num_threads(interval.threads)
-    config = load_config([interval.config])
-    job = open_job(config, interval.ranks)
-    size, meshes = other_microbatch(job) if interval.has_twin else 0, job.meshes
-    taken = [_take(job, interval)]
-    del job
-    if size:
-        job = open_job(config, interval.ranks, meshes, local_batch_size=size)
-        taken.append(_take(job, interval))
-    return taken
+    config, has_twin = load_config([interval.config]), interval.has_twin
+    take = partial(_take, interval)
+    return with_twin(config, interval.ranks, take, lambda _: has_twin, interval.threads)
 
 
-def _take(job: RunningJob, interval: Interval) -> dict[str, Any]:
+def _take(interval: Interval, job: RunningJob) -> dict[str, Any]:
     """Return "steps", lines as those of steps.jsonl by step, "trace", and "flips": those that
     explain the last step."""
     trace, sums = Trace(interval.traced), dict[int, dict[str, list[str]]]()
@@ -74,7 +67,6 @@ def _take(job: RunningJob, interval: Interval) -> dict[str, Any]:
         sums[step] = job.step_record.fingerprints()
 
     steps = take_steps(job, interval.last, look, note=note)
-    close_job(job)
     rows = {row["step"]: {**row, **sums[row["step"]]} for row in steps}
     return {"steps": rows, "trace": trace.entries, "flips": flips}
 

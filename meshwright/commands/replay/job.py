@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from meshwright.train.resolve import ResolvedJob, resolve
 from meshwright.train.running_job import RunningJob
 from meshwright.train.set_up import init_ranks, set_up
 from meshwright.train.trainer import StepResult
+
+Result = TypeVar("Result")
 
 
 def open_job(
@@ -68,8 +70,35 @@ def _reading(resolved: ResolvedJob, local_batch_size: int) -> ResolvedJob:
     return replace(resolved, config=config, next_stage=later)
 
 
-def close_job(job: RunningJob) -> None:
-    """Stop reading ahead, and free the memory of a job that nothing refers to any more."""
+def with_twin(
+    config: JobConfig,
+    ranks: int,
+    take: Callable[[RunningJob], Result],
+    wants_twin: Callable[[Result], bool],
+    threads: int = 0,
+) -> list[Result]:
+    """Return what `take` makes of a job, and then, if that wants it, of the rounding twin: the same
+    job with other microbatches, unless there are none. Collective.
+
+    Args:
+        threads: of each rank on a CPU, which decide how sums are rounded; 0: torch's choice.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    job = open_job(config, ranks)
+    size, meshes = other_microbatch(job), job.meshes
+    results = [take(job)]
+    _close(job)
+    del job  # before there are two
+    if size and wants_twin(results[0]):
+        twin = open_job(config, ranks, meshes, local_batch_size=size)
+        results.append(take(twin))
+        _close(twin)
+    return results
+
+
+def _close(job: RunningJob) -> None:
+    """Stop reading ahead, and free memory of jobs that nothing refers to any more."""
     job.loader.close()
     job.observers["step_record"].__exit__(None, None, None)
     gc.collect()

@@ -1,14 +1,13 @@
 """Takes steps of a run again, and compares each with the record. Runs on every rank."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-import torch
 from tqdm import tqdm
 
 from meshwright.commands.replay.compared import ComparedStep, ComparedSteps
-from meshwright.commands.replay.job import close_job, open_job, other_microbatch, take_steps
+from meshwright.commands.replay.job import take_steps, with_twin
 from meshwright.commands.replay.samples import SampleTable, measure_samples
 from meshwright.commands.replay.scan import Scan, scan_documents
 from meshwright.config.job_config import JobConfig
@@ -42,42 +41,36 @@ class Replayed(ComparedSteps):
 
 def replay_steps(request: Request) -> Replayed:
     """Take the steps; measure the samples of the last. Collective."""
-    tables = list[SampleTable]()
+    tables, records = list[SampleTable](), request.records
 
     def look(job: RunningJob, step: int, batches: list[Batch]) -> None:
-        if step == request.step:
+        if step == request.step and not tables:
             tables.append(measure_samples(job, step, batches, request.num_samples))
 
-    job = _open(request)
-    begin, meshes = job.resolved.resume_step, job.meshes
-    dtype, size = job.resolved.config.training.mixed_precision_param, other_microbatch(job)
-    with _bar("replay", request.step - begin) as bar:
-        taken = take_steps(job, request.step, look, note=lambda _: bar.update())
-    close_job(job)
-    del job
-    compared = [ComparedStep(row, request.records.get(row["step"])) for row in taken]
-    if size and not all(one.is_equal for one in compared):
-        job = open_job(request.config, request.ranks, meshes, local_batch_size=size)
-        with _bar("rounding twin", request.step - begin) as bar:
-            twins = take_steps(job, request.step, note=lambda _: bar.update())
-        close_job(job)
-        compared = [replace(one, twin=twin) for one, twin in zip(compared, twins, strict=True)]
-    return Replayed(dtype, compared, tables[0])
+    def take(job: RunningJob) -> list[Row]:
+        name = "rounding twin" if tables else "replay"
+        with _bar(name, request.step - job.resolved.resume_step) as bar:
+            return take_steps(job, request.step, look, note=lambda _: bar.update())
+
+    def is_other(rows: list[Row]) -> bool:
+        return not all(ComparedStep(row, records.get(row["step"])).is_equal for row in rows)
+
+    rows = with_twin(request.config, request.ranks, take, is_other, request.threads)
+    steps = [
+        ComparedStep(row, records.get(row["step"]), *twin) for row, *twin in zip(*rows, strict=True)
+    ]
+    return Replayed(request.config.training.mixed_precision_param, steps, tables[0])
 
 
 def scan(request: Request) -> Scan:
     """Measure all documents with the checkpoint. Collective."""
-    job = _open(request)
-    with _bar("scan", None) as bar:
-        found = scan_documents(job, request.num_samples, lambda done: bar.update(done - bar.n))
-    close_job(job)
+
+    def take(job: RunningJob) -> Scan:
+        with _bar("scan", None) as bar:
+            return scan_documents(job, request.num_samples, lambda done: bar.update(done - bar.n))
+
+    (found,) = with_twin(request.config, request.ranks, take, lambda _: False, request.threads)
     return found
-
-
-def _open(request: Request) -> RunningJob:
-    if request.threads:
-        torch.set_num_threads(request.threads)
-    return open_job(request.config, request.ranks)
 
 
 _bar = partial(tqdm, leave=False, disable=None)

@@ -140,7 +140,7 @@ def measure_samples(
         first = job.begin.sample + (step - job.resolved.resume_step - 1) * len(means)
         rules = rules_of(job)
         drawn = list(draw_samples(job.sources, job.begin, first, len(means), rules))
-        places = Places(job.resolved.config)
+        places = dict[str, str]()
         for index in shown:
             of_labels = losses[index], counted[index]
             documents, costliest = _contents(job, drawn[index], *of_labels, places)
@@ -162,12 +162,13 @@ def _all_labels(job: RunningJob, batches: Sequence[Batch]) -> Tensor:
 
 
 def _contents(
-    job: RunningJob, drawn: DrawnSample, losses: Tensor, counted: Tensor, places: "Places"
+    job: RunningJob, drawn: DrawnSample, losses: Tensor, counted: Tensor, places: dict[str, str]
 ) -> tuple[list[DocumentPart], list[tuple[str, float]]]:
     """Return the documents of a sample, the costliest first, and its costliest tokens.
 
     Args:
         losses, counted: (S,) of the sample's labels.
+        places: of documents, which is kept up.
     """
     source, tokens = job.sources[drawn.source], drawn.sample.tokens[1:].tolist()
     piece = torch.from_numpy(drawn.sample.documents[1:])  # of each label
@@ -178,9 +179,12 @@ def _contents(
         loss = losses[own].mean().item() if own.any() else 0.0
         parts.append(DocumentPart(name, drawn.sample.lengths[index], loss))
     parts.sort(key=lambda part: -part.loss)
-    if document := documents[parts[0].name]:
+    name = parts[0].name
+    if document := documents[name]:
         assert isinstance(source, CachedSource)
-        parts[0] = replace(parts[0], place=places.find(source, document))
+        if name not in places:
+            places[name] = place_of(source, document, job.resolved.config)
+        parts[0] = replace(parts[0], place=places[name])
     top = losses.topk(min(NUM_TOKENS, len(tokens)))
     costliest = [
         (job.resolved.tokenizer.decode([tokens[at]]), loss)
@@ -200,23 +204,12 @@ def _documents(
     return {f"{source.entry.name} {document.number}": document for document in found}
 
 
-class Places:
-    """Files and rows of documents; each is looked for once, since a part of the data is read."""
-
-    def __init__(self, config: JobConfig) -> None:
-        self._config = config
-        self._found: dict[tuple[str, int], str] = {}
-
-    def find(self, source: CachedSource, document: CachedDocument) -> str:
-        """Return the file and row of a document, or why they aren't known."""
-        key = source.entry.name, document.number
-        if key not in self._found:
-            recipe = recipe_of(source.entry, self._config)
-            try:
-                self._found[key] = locate(recipe, source.cache, document)
-            except ConfigError as error:
-                self._found[key] = first_line(error)
-        return self._found[key]
+def place_of(source: CachedSource, document: CachedDocument, config: JobConfig) -> str:
+    """Return the file and row of a document, or why they aren't known. Reads a part of the data."""
+    try:
+        return locate(recipe_of(source.entry, config), source.cache, document)
+    except ConfigError as error:
+        return first_line(error)
 
 
 def rules_of(job: RunningJob) -> SampleRules:

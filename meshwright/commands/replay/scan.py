@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.commands.replay.samples import Places, robust_deviations
+from meshwright.commands.replay.samples import place_of, robust_deviations
 from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.token_cache.cache import CachedDocument
 from meshwright.datasets.token_cache.locate import document_tokens
@@ -66,7 +66,7 @@ def scan_documents(job: RunningJob, count: int, note: Callable[[int], None]) -> 
     names = ", ".join(source.entry.name for source in job.sources)
     fix = 'set dataset_mode = "cached", or replay a step: its samples are always read'
     check(bool(cached), "--scan", names, "is streamed: nobody knows where it ends", fix)
-    places, found, total = Places(job.resolved.config), list[ScannedDocument](), 0
+    config, found, total = job.resolved.config, list[ScannedDocument](), 0
     for source in cached:
         means, long_enough = _losses_of(job, source, total, note)
         total += len(means)
@@ -77,7 +77,7 @@ def scan_documents(job: RunningJob, count: int, note: Callable[[int], None]) -> 
             document = source.cache.document(number)
             values = means[number].item(), deviations[index].item()
             is_told = dist.get_rank() == 0  # it reads files
-            place = places.find(source, document) if is_told else ""
+            place = place_of(source, document, config) if is_told else ""
             name, size = f"{source.entry.name} {number}", document.end - document.begin
             found.append(ScannedDocument(name, size, *values, place))
     found.sort(key=lambda one: -one.deviations)
