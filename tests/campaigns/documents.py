@@ -25,7 +25,8 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.samples import SampleRules
-from tests.helpers.jobs import ROOT, environment, train_alone
+from tests.helpers.forked import Forked
+from tests.helpers.jobs import CONFIG, ROOT, ended, environment
 
 DOCUMENTS, CHARACTERS, STEPS = 256, 2000, 92
 MOST_CPU_S, FIRST = 30, 8
@@ -92,7 +93,10 @@ def train(folder: Path) -> None:
     initial = {"checkpoint.initial_load_path": folder / f"clean/checkpoint/step-{STEPS}"}
     for name, more in (("clean", {}), ("dirty", initial)):
         keys = WORDS | more | {"training.dataset_path": folder / f"{name}.jsonl"}
-        train_alone(folder / name, *(f"--{key}={value}" for key, value in keys.items()))
+        words = (f"--{key}={value}" for key, value in keys.items())
+        files = [f"--job.config_file={CONFIG}", f"--job.dump_folder={folder / name}"]
+        job = Forked([ROOT / "train.py", *files, *words], environment(OMP_NUM_THREADS=1))
+        ended(job.wait(600), 0)
 
 
 def samples_of(run: Path) -> Iterator[tuple[int, set[int]]]:

@@ -21,7 +21,7 @@ CASES = {  # words, and the end of the output
         ["--only=transformers", "--family=qwen3", "--seed=3"],
         r"(\| transformers .* \| (bytes|pieces) \| equal; \de-0[5-9] \|\n){2}$",
     ),
-    "documents": (["--runs=1", "--seed=1"], "10 of 10 right, each in at most .* s of a processor\n$"),
+    "documents": (["--runs=1", "--seed=1"], "10 of 10 right, each in at most .* processor\n$"),
     "every_mesh": (["gpt_oss", "--cases=1"], "gpt_oss: 1 of 1 cases equal one process\n$"),
     "hangs": (["--ranks=2", "--limit=5", "--cases=save:stop"], r"save +stop +0 +save .*\n$"),
     "interruptions": (

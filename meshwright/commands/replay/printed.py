@@ -108,17 +108,15 @@ def _of_horizon(replayed: Replayed) -> Iterator[str]:
 
 def _of_samples(table: SampleTable, step: int) -> Iterator[str]:
     yield f"samples of step {step} that deviate most"
-    head = "sample", "loss", "deviations", "gradient", "deviations", "documents"
-    rows: list[Sequence[str]] = [head]
+    rows: list[Sequence[str]] = [("sample", "loss", "deviations", "gradient", "documents")]
     for sample in table.samples:
-        norm = of_norm = ""
-        if sample.grad_norm is not None:
-            norm, of_norm = f"{sample.grad_norm:.4g}", f"{sample.grad_deviations:+.1f}"
+        norm = "" if sample.grad_norm is None else f"{sample.grad_norm:.4g}"
         documents = ", ".join(part.name for part in sample.documents[:3])
         if len(sample.documents) > 3:
             documents += f", {len(sample.documents) - 3} more"
-        of_loss = f"{sample.loss:.3f}", f"{sample.deviations:+.1f}"
-        rows.append((str(sample.index), *of_loss, norm, of_norm, documents))
+        rows.append(
+            (str(sample.index), f"{sample.loss:.3f}", f"{sample.deviations:+.1f}", norm, documents)
+        )
     yield align(rows)
     out = [sample for sample in table.samples if sample.index in table.without]
     if not out:
