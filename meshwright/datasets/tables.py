@@ -47,7 +47,7 @@ def asked_for(
 
     Args:
         columns: the wanted ones; None: all.
-        next to: columns that are wanted as well if the first of `columns` is a list of tables.
+        beside: columns that are wanted as well if the first of `columns` is a list of tables.
     """
     if columns is None:
         return None, {}

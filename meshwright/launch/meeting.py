@@ -27,7 +27,7 @@ class Meeting:
 
     Args:
         endpoint: host:port of the store.
-        nodes: that have to come.
+        machines: that have to come.
         name: of the job there.
     """
 

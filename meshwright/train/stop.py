@@ -54,7 +54,7 @@ class StopAgreement:
         folder: where the stop file and the profile file may appear.
         max_run_s: seconds after `begun` at which the job is to stop; 0: none.
         requests: signals that this rank gets, and its launcher's.
-        started: by `time.monotonic`; None: now.
+        begun: by `time.monotonic`; None: now.
     """
 
     def __init__(

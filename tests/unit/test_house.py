@@ -91,6 +91,21 @@ def test_a_module_begins_with_a_sentence() -> None:
         assert 1 <= len(re.findall(r"\.(?=\s|$)", text)) <= 4, (name, text)
 
 
+def test_a_docstring_tells_of_arguments_that_are_there() -> None:
+    for name in FILES:
+        for node in ast.walk(parsed(name)):
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                continue
+            inside = node.body if isinstance(node, ast.ClassDef) else [node]
+            makers = (one for one in inside if isinstance(one, ast.FunctionDef))
+            maker = next((one for one in makers if one is node or one.name == "__init__"), None)
+            told = (ast.get_docstring(node) or "").partition("\nArgs:\n")[2].split("\n\n")[0]
+            if maker is not None:
+                there = {one.arg for one in ast.walk(maker.args) if isinstance(one, ast.arg)}
+                words = re.findall(r"(?m)^    (\w[^:\n]*):", told)
+                assert {*", ".join(words).split(", ")} - {""} <= there, (name, node.name)
+
+
 def test_no_file_only_forwards() -> None:
     """A file that imports does something with it: more than other names for the same things."""
     for name in FILES:
