@@ -131,7 +131,7 @@ class CausalAttention(nn.Module):
         """(B, N, S, H), (B, K, S, H) twice -> (B, N, S, H); K divides N.
 
         Args:
-            mask: from `build_mask`, so it is causal and has the window as well; None: one document.
+            mask: of `Decoder.masks`: causal, and with the window as well; None: one document.
             sinks: (N,) fp32, as `sinks.py` has them; None: there are none.
             scale: of products of queries with keys.
             window: tokens that a token sees, with itself; None: all before.
@@ -242,13 +242,13 @@ def makes_blocks(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def build_mask(
+def dense_mask(
     documents: Tensor,
     positions: Tensor | None = None,
     window: int | None = None,
     keys: Tensor | None = None,
-) -> Mask:
-    """Build a causal mask inside documents, in the form that suits the device of `documents`.
+) -> Tensor:
+    """Return a causal mask inside documents, (B, 1, S/cp, keys) bool. Its memory grows with S^2.
 
     Args:
         documents: (B, S) int of whole sequences.
@@ -256,18 +256,6 @@ def build_mask(
         window: tokens that a token sees, with itself; None: all before.
         keys: (keys,) int64 positions of the keys, in any order; None: all S.
     """
-    if makes_blocks(documents.device):
-        return block_mask(documents, positions, window, keys)
-    return dense_mask(documents, positions, window, keys)
-
-
-def dense_mask(
-    documents: Tensor,
-    positions: Tensor | None = None,
-    window: int | None = None,
-    keys: Tensor | None = None,
-) -> Tensor:
-    """(B, 1, S/cp, keys) bool, arguments as `build_mask`'s. Its memory grows with S^2."""
     place = torch.arange(documents.shape[1], device=documents.device)
     own = _at(documents, positions).unsqueeze(2)  # (B, S/cp, 1)
     rows = (place if positions is None else positions).unsqueeze(-1)  # (S/cp, 1) or (B, S/cp, 1)
@@ -283,7 +271,7 @@ def block_mask(
     window: int | None = None,
     keys: Tensor | None = None,
 ) -> BlockMask:
-    """Blocks of queries by keys that are seen in full, in part or not at all, as `build_mask`'s."""
+    """As `dense_mask`, in blocks of queries by keys that are seen in full, in part or not."""
     batch, seq_len = documents.shape
     place = torch.arange(seq_len, device=documents.device).expand(batch, -1)
     own, rows = _at(documents, positions), _at(place, positions)  # (B, S/cp) each

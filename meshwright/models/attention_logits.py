@@ -28,7 +28,7 @@ def max_logits(
     Takes what an attention's core does, so latent attention's queries and keys as well.
 
     Args:
-        mask: from `build_mask`, so it is causal and has the window as well; None: one document.
+        mask: of `Decoder.masks`: causal, and with the window as well; None: one document.
         scale, window, soft_cap: as `CausalAttention` takes them.
         positions: (queries,) int64, where the queries are in the sequence; None: queries and keys
             are of the same positions.

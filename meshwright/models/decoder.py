@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.models.args import DecoderArgs
 from meshwright.models.attention import (
     Mask,
-    build_mask,
+    block_mask,
     dense_mask,
     makes_blocks,
     positions_in_document,
@@ -390,9 +390,8 @@ class Decoder(nn.Module):
             window, is_own = kind = spec.window, spec.has_own_core
             if kind in masks:
                 continue
-            if is_own:  # gets the keys of all positions
-                masks[kind] = dense_mask(documents, positions, window)
-            else:
-                keys = self.key_positions(window, documents.shape[1], x.device)
-                masks[kind] = build_mask(documents, positions, window, keys)
+            # a core of the user's gets the keys of all positions
+            keys = None if is_own else self.key_positions(window, documents.shape[1], x.device)
+            make_mask = block_mask if makes_blocks(x.device) and not is_own else dense_mask
+            masks[kind] = make_mask(documents, positions, window, keys)
         return masks

@@ -95,7 +95,7 @@ def test_gpus_get_windows_as_blocks_made_once(monkeypatch, has_documents) -> Non
         return block_mask(*given)
 
     monkeypatch.setattr(decoder, "makes_blocks", lambda _: True)
-    monkeypatch.setattr(decoder, "build_mask", build)
+    monkeypatch.setattr(decoder, "block_mask", build)
     for positions in (None, torch.arange(32)):
         made.clear()
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_a_batch_goes_to_a_device_as_a_whole() -> None:
 
 def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
     """Forward, on the CPU and without code of its own: as near as that gets to a GPU's."""
-    monkeypatch.setattr(decoder, "build_mask", block_mask)
+    monkeypatch.setattr(decoder, "makes_blocks", lambda _: True)
     torch._dynamo.reset()
     counters.clear()
     compiled, plain = plain_model(), plain_model()
@@ -125,7 +125,7 @@ def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
         with torch.no_grad():
             got = compiled(batch.tokens, positions=torch.arange(SEQ_LEN), documents=batch.documents)
             with monkeypatch.context() as patch:
-                patch.setattr(decoder, "build_mask", dense_mask)
+                patch.setattr(decoder, "makes_blocks", lambda _: False)
                 want = plain(batch.tokens, documents=batch.documents)
         torch.testing.assert_close(got, want)
     assert counters["stats"]["unique_graphs"] == 1

@@ -319,7 +319,7 @@ def as_gpu() -> Iterator[None]:
         (F, "scaled_dot_product_attention", _attention),
         (F, "rms_norm", RMSNorm.apply),
         (context_parallel, "KERNELS", {"cpu": KERNELS["flash"]}),
-        (decoder, "build_mask", _block_mask),
+        (decoder, "block_mask", _block_mask),
         (decoder, "makes_blocks", lambda device: True),
         (attention, "flex_attention", flex_attention_operator),
         (loss, "BLOCKS", {"cpu": loss.BLOCKS["cuda"]}),
