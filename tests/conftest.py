@@ -27,7 +27,6 @@ from tests.helpers.needs import skip_without_mesh_of_experts
 
 RunOnRanks = Callable[..., list[Any]]
 
-
 # a shell that starts tests in the background has it ignored, and the jobs of tests would, too
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -11,14 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint.manifest import DATALOADER, OPTIMIZER, Manifest, excluded_parts
-from meshwright.config.changes import (
-    ABSENT,
-    Difference,
-    changes,
-    config_defaults,
-    shown,
-    to_json,
-)
+from meshwright.config.changes import ABSENT, Difference, changes, config_defaults, shown, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.stages import SAID_BY_STAGES
 from meshwright.models.args import DecoderArgs

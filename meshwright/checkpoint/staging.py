@@ -13,7 +13,6 @@ from meshwright.system.log import logger
 
 ALIGNMENT = 64  # bytes, of a cache line
 
-
 Layout = dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]]
 """Type, shape and strides of each copy."""
 

@@ -76,7 +76,6 @@ def _contents(config: JobConfig, sources: Sequence[OpenSource], steps: int) -> I
 POINTS = (0.1, 0.5, 0.9, 0.99)
 """Parts of the documents that are at most so long."""
 
-
 BLOCKS_LOOKED_AT = 256
 """Of 1024 documents each, evenly spread: more say no more of the lengths."""
 

@@ -29,11 +29,7 @@ from meshwright.datasets.tokenizers.kinds import (
     prompt_tokens,
     text_ends,
 )
-from meshwright.datasets.tokenizers.special_tokens import (
-    OWN,
-    TokenizerKeys,
-    tokenizer_keys,
-)
+from meshwright.datasets.tokenizers.special_tokens import OWN, TokenizerKeys, tokenizer_keys
 from meshwright.models.args import DecoderArgs
 from meshwright.models.config_json import text_config
 from meshwright.models.decoder import Decoder

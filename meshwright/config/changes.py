@@ -13,7 +13,6 @@ from meshwright.system.errors import CombinedConfigError, as_toml
 
 LONGEST_SHOWN = 100
 
-
 LEFT_OPEN = (-1, "auto")
 """Values that stand for one that follows from the mesh or the machine."""
 

@@ -14,7 +14,6 @@ from meshwright.system.errors import as_toml
 
 Key = tuple[str, ...]
 
-
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation  # type: ignore[misc]
     for name, field in JobConfig.model_fields.items()

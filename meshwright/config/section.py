@@ -28,7 +28,6 @@ InputPath = Annotated[LocalPath, INPUT_PATH]
 """A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
 the working directory. The loader makes it absolute."""
 
-
 LOGIN = re.compile(r"(?i)https?://[^/]*@|[^/]+://[^/]*:[^/]*@")
 
 
@@ -43,7 +42,6 @@ def check_address(value: str) -> str:
 
 DataPath = Annotated[str, AfterValidator(check_address), LOCAL_PATH, INPUT_PATH]
 """An `InputPath` that may be an address of object storage."""
-
 
 BYTES = "bytes"
 """Stands where a tokenizer's path would, for the one that has no file."""

@@ -15,7 +15,6 @@ PLACES = {
 }
 """The section of each key that a stage may replace."""
 
-
 SAID_BY_STAGES = (
     *(f"{section}.{key}" for key, section in PLACES.items()),
     *(f"training.{key}" for key in ("steps", *Source.model_fields)),

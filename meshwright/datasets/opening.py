@@ -13,12 +13,7 @@ from meshwright.datasets.block_cache import BlockCache
 from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.data_file import DataFile, is_address
 from meshwright.datasets.files import ROW_FORMATS, SourceEntry
-from meshwright.datasets.named_sources import (
-    entries,
-    is_streamed,
-    validation_entries,
-    with_options,
-)
+from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, with_options
 from meshwright.datasets.packing import open_packing
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents, LocalDocuments, unreadable

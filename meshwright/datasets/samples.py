@@ -11,9 +11,7 @@ import numpy.typing as npt
 
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.order import permutation, permuted
-from meshwright.datasets.token_cache.cache import (
-    TokenCache,
-)
+from meshwright.datasets.token_cache.cache import TokenCache
 
 Raw = npt.NDArray[np.unsignedinteger]
 """Ids as they are kept: of 16 bits, or of 32 of which `NO_LOSS` is one."""

@@ -22,7 +22,6 @@ from meshwright.system.errors import config_error
 RUN_ID = "wandb_run_id"
 """File in the dump folder that names the run of W&B, so that a resumed job continues it."""
 
-
 SHOWN_FIRST = {"loss/train": "Loss/train", "validation/loss": "Loss/validation"}
 """Metrics by their tags in TensorBoard, which sorts groups by name, capitals before small letters,
 and opens the first two."""

@@ -192,7 +192,6 @@ FIXED = {"is_causal": True, "attention_chunk_size": None, "per_layer_config": No
 """Keys that transformers reads in any family, though no config class has them, and the one value
 that each can have for our models; absent, it is that (masking_utils.py, configuration_utils.py)."""
 
-
 VISION = (
     "vision_tower.",
     "multi_modal_projector.",

@@ -132,7 +132,6 @@ _set_timeout = (
     dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
 )
 
-
 LATE_S = 5
 """Seconds beyond the limit: an error of torch's own says more."""
 

@@ -32,10 +32,8 @@ EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 """By Ctrl-C, before there was anything to save, or for the second time: 128 + SIGINT."""
 
-
 FIX = "\n  fix: "
 """Before the advice in a message."""
-
 
 ADVICE_AFTER_ADVICE = re.compile(r"(\n  fix: .*)(\n  fix: .*)+")
 

@@ -37,7 +37,6 @@ SPEAK_EVERY_S = 10.0
 
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
-
 NOT_SHOWN = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f\ud800-\udfff]|\x1b(?!\[[0-9;]*m)"
     r"|(?P<login>(?i:(?<=http://)|(?<=https://)|(?<=://)[^\s/:@]*:)[^\s/]+(?=@))"

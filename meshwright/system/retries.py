@@ -23,7 +23,6 @@ LASTING = frozenset(
 )
 """Numbers of errors that stay until a person does something; None: it has no number."""
 
-
 CLIENTS = {"aiohttp", "fsspec", "http", "httpcore", "httpcore2", "httpx", "httpx2", "requests"}
 CLIENTS |= {"urllib", "urllib3", "botocore", "aiobotocore", "gcsfs", "google"}
 """Modules whose errors are of a connection, unless they say otherwise. By name, because to import

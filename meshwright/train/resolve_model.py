@@ -51,7 +51,6 @@ words too."""
 BuildSink = Callable[[JobConfig, Path], Any]
 """From the config and the dump folder to a sink: `write(record)` and `close()`."""
 
-
 _ADDED = set[tuple[str, str]]()
 """Table and name of each entry that is a user's."""
 

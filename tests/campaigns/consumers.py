@@ -40,13 +40,7 @@ from meshwright.checkpoint.conversion.tokenizer_files import to_tokenizer_json
 from meshwright.datasets.tokenizers.chat import ChatTemplate
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.models.families import MODELS
-from tests.campaigns.consumer_programs import (
-    PROGRAMS,
-    PROMPT,
-    SEQ_LEN,
-    Wanted,
-    greedy,
-)
+from tests.campaigns.consumer_programs import PROGRAMS, PROMPT, SEQ_LEN, Wanted, greedy
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export
 from tests.helpers.families import small

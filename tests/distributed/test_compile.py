@@ -108,7 +108,6 @@ def test_one_graph_for_all_blocks_and_the_same_numbers(on_ranks, case) -> None:
 
 HEADS_OF_16 = dataclasses.replace(TINY, dim=64)
 
-
 REASON = attention.why_not(16, torch.bfloat16)
 
 
@@ -170,7 +169,6 @@ PACKED = {
     "pp-zbv": (mesh(pp=2), SCHEDULES["ZBVZeroBubble"]),  # which compiled blocks cannot
 }
 """Others that are eager: tests/distributed/test_families.py."""
-
 
 BY_INDUCTOR = pytest.param(mesh(dp_shard=2), INDUCTOR, marks=[needs_compiler, pytest.mark.slow])
 

@@ -162,7 +162,6 @@ CASES = {
     "pp-tp-ep": ({"pp": 2, "tp": 2, "ep": 2}, 2, PIPELINE),
 }
 
-
 EVERYDAY = "fsdp-ep tp-ep cp-ep pp no-rows biases-fsdp-tp-ep pp-fsdp-ep uneven"
 
 

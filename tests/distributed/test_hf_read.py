@@ -15,13 +15,7 @@ from meshwright.system.files import NamedPath
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.cli import export
 from tests.helpers.families import family_of
-from tests.helpers.hf import (
-    CASES,
-    load_hf,
-    save_checkpoint,
-    save_transformers,
-    tensors_of,
-)
+from tests.helpers.hf import CASES, load_hf, save_checkpoint, save_transformers, tensors_of
 from tests.helpers.job import assert_equal, mesh
 from tests.helpers.slow import slow
 from tests.helpers.tiny import parallel_model, whole

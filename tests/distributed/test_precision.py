@@ -12,11 +12,7 @@ from meshwright.config.parallelism import Parallelism
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.loss import Batch, has_loss
-from meshwright.parallelisms.data_parallel import (
-    accumulate_in_reduce_dtype,
-    apply_fsdp,
-    compute_in,
-)
+from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype, apply_fsdp, compute_in
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims

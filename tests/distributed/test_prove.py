@@ -30,12 +30,7 @@ from meshwright.commands.prove.measure import measure
 from meshwright.commands.prove.measurement import LAST_RESUMED_STEP, Measurement, Reference
 from meshwright.commands.prove.prove import _largest_of_layers, prove, record_references
 from meshwright.commands.prove.shrink import HEAD_DIM, KEPT, largest_tp, shrink
-from meshwright.commands.prove.verdict import (
-    DIFFERENT,
-    LATER_GRADIENT,
-    OTHER_CHOICES,
-    Verdict,
-)
+from meshwright.commands.prove.verdict import DIFFERENT, LATER_GRADIENT, OTHER_CHOICES, Verdict
 from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config

@@ -21,7 +21,6 @@ ALL = ",".join(map(str, range(torch.cuda.device_count())))
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", ALL)
 LIMIT_S = 300
 
-
 Launcher = subprocess.Popen[str]
 
 

@@ -135,7 +135,6 @@ CASES = {
     "DualPipeV": Case("pp 2, dp_shard 2", f"{SCHEDULE}DualPipeV", microbatches=4),
 }
 
-
 OF_EXPERTS = "--model.name=qwen3_moe --parallelism.expert_parallel_degree=2"
 """Of 16 experts each token takes 4: all of them on one of two ranks, if it is unlucky."""
 

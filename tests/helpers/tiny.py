@@ -73,7 +73,6 @@ KEYS = {  # where they differ from the options' names
     "compile_backend": "backend",
 }
 
-
 # hundreds of tests in one process: its groups are never freed, and slow down what follows
 meshes_of = functools.cache(build_meshes)
 

@@ -31,7 +31,6 @@ TEXTS = [
     f"Text {number} of many. " + "It says little, and says it often. " * 20 for number in range(60)
 ]
 
-
 KINDS = {  # files and their texts
     "files": {f"{n}.md": text for n, text in enumerate(TEXTS)} | {"page.html": "left out"},
     "one file": {"all.txt": "<|endoftext|>".join(TEXTS)},

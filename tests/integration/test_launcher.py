@@ -252,7 +252,6 @@ class Buffered:
 SINKS = {"buffered": lambda config, folder: Buffered(folder)}
 """
 
-
 EARLY = ("--optimizer.early_step_in_backward", "--training.max_norm", "inf")
 
 

@@ -42,7 +42,6 @@ def _one_thread() -> Iterator[None]:
 
 SMALL = {"training.steps": 6, "lr_scheduler.warmup_steps": 2, "metrics.enable_tensorboard": False}
 
-
 OF_LIBC = 0b11 << 31
 """Signals 32 and 33, by which glibc's threads talk."""
 

@@ -194,7 +194,6 @@ CLIP = "--optimizer.qk_clip_threshold 100"
 OFFLOAD = "--training.enable_cpu_offload"
 PIPELINE = "--parallelism.pipeline_parallel_degree 2"
 
-
 MISTAKES = f"""
 --training.stepz 3 => --training.stepz: unknown key training.stepz
 --training.steps => --training.steps: needs a value fix: write --training.steps=VALUE

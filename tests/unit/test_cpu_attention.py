@@ -80,7 +80,6 @@ SHAPES = {  # B, N, K, S, H
     "any size of scores": (2, 4, 2, 300, 32),
 }
 
-
 WORSE = {torch.bfloat16: 1.05, torch.float32: 4.0}
 """Than torch's errors. In fp32 both are some units in the last place, and a CPU's vectors decide:
 each of 16 lanes adds up a 16th of the terms, with a quarter of the error of one lane."""

@@ -30,7 +30,6 @@ LARGE = dataclasses.replace(TINY, dim=64, hidden_dim=96)  # multiples of 16, alo
 BATCH, ODD = (Training(seq_len=length, local_batch_size=1) for length in (16, 9))
 WORDS = ("--model.tokenizer_path=bytes", "--model.args.vocab_size=258", "--float8.enable=true")
 
-
 COMPILED = "--compile.enable=true"
 ASYNC = "--parallelism.enable_async_tensor_parallel=true"
 

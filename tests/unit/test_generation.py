@@ -25,7 +25,6 @@ from tests.helpers.tokenizer_files import byte_level_json
 FP32 = ["--dtype", "float32"]
 PROMPT = "def f(x):"
 
-
 EVERYDAY = "llama-mha-tied-scaled olmo2-gqa qwen3_moe-dense-first deepseek_v3-gqa"
 
 

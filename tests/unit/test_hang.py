@@ -21,14 +21,7 @@ import torch.distributed as dist
 from meshwright.launch import heartbeat, node_files, watch
 from meshwright.launch.heartbeat import Beat, Heartbeat, read_beats
 from meshwright.launch.node_files import NodeFiles
-from meshwright.launch.watch import (
-    ABORTED,
-    Evidence,
-    Watch,
-    culprits,
-    verdict,
-    waits_for_others,
-)
+from meshwright.launch.watch import ABORTED, Evidence, Watch, culprits, verdict, waits_for_others
 from meshwright.system.errors import SaveError
 from meshwright.system.files import state_of
 from meshwright.train.stop import StopAgreement

@@ -17,14 +17,7 @@ from meshwright.models import attention, decoder, layers, loss, table
 from meshwright.models.families import MODELS, llama
 from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_parallel
 from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
-from meshwright.train.optim import (
-    gradients,
-    in_backward,
-    matrices,
-    optimizers,
-    registry,
-    update,
-)
+from meshwright.train.optim import gradients, in_backward, matrices, optimizers, registry, update
 from scripts import draw_diagrams, draw_house
 
 PACKAGE = Path(meshwright.__file__).parent

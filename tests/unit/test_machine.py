@@ -14,13 +14,7 @@ from meshwright.commands.main import run
 from meshwright.commands.train import FIRST_MINUTE
 from meshwright.system import machine
 from meshwright.system.errors import ConfigError
-from meshwright.system.machine import (
-    allow_files,
-    count_cores,
-    count_gpus,
-    count_ranks,
-    given_rank,
-)
+from meshwright.system.machine import allow_files, count_cores, count_gpus, count_ranks, given_rank
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
 from tests.helpers.cli import command

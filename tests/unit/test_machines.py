@@ -29,9 +29,7 @@ def can_unshare() -> bool:
 
 pytestmark = pytest.mark.skipif(not can_unshare(), reason="no machines can be made: needs root")
 
-
 TEXTS = tuple(f"document {i} " * (i % 7) for i in range(400))
-
 
 MACHINE = """
 import fcntl, os, subprocess, sys, time

@@ -13,11 +13,7 @@ from meshwright.models.parameter import Parameter
 from meshwright.system.errors import ConfigError
 from meshwright.train.optim.matrices import orthogonalise
 from meshwright.train.optim.optimizers import build_optimizer
-from meshwright.train.optim.registry import (
-    OPTIMIZERS,
-    MatrixWise,
-    check_optimizers,
-)
+from meshwright.train.optim.registry import OPTIMIZERS, MatrixWise, check_optimizers
 from meshwright.train.optim.update import set_learning_rate, update
 from meshwright.train.resolve_model import extend_by
 from tests.campaigns.new_user import example

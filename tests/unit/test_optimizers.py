@@ -16,12 +16,7 @@ from meshwright.system.errors import ConfigError
 from meshwright.train.optim import registry
 from meshwright.train.optim.in_backward import OptimizerInBackward
 from meshwright.train.optim.optimizers import build_optimizer, check_state, found
-from meshwright.train.optim.registry import (
-    OPTIMIZERS,
-    ElementWise,
-    fitted_groups,
-    names_by_group,
-)
+from meshwright.train.optim.registry import OPTIMIZERS, ElementWise, fitted_groups, names_by_group
 from meshwright.train.optim.update import set_learning_rate, update
 from tests.helpers.optimizers import GROUPS, plain_groups, set_gradients
 from tests.helpers.resolved import resolved

@@ -42,7 +42,6 @@ OPTIONS = {"plain": Plain, "open": Open}
 DATED = OPTIONS | {"dated": Dated}
 """
 
-
 WITH_DATES = MODULE + "OPTIONS = DATED"
 
 

@@ -10,7 +10,6 @@ from scripts import pictures
 DRAWN = {"house.svg", "job.svg", "pieces.svg"}
 """By `make docs`; test_house.py compares them."""
 
-
 MADE = json.loads(pictures.HASHES.read_text("utf-8"))
 """Hashes of the pictures that the script has made; it adds each that it makes."""
 

@@ -21,7 +21,6 @@ PIPELINE = {
     "training.local_batch_size": 1,
 }
 
-
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 PARTS = "parallelism.module_fqns_per_model_part"
 

@@ -13,11 +13,7 @@ import torch.nn.functional as F
 from meshwright.commands.prove import plain_decoder, reference
 from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.plain_batch import read_batch
-from meshwright.commands.prove.plain_decoder import (
-    FORMS,
-    UNCOUNTED,
-    angles,
-)
+from meshwright.commands.prove.plain_decoder import FORMS, UNCOUNTED, angles
 from meshwright.commands.prove.plain_optimizer import PlainMuon, optimizers, schedule
 from meshwright.commands.prove.weights import BRANCH_SCALE, calm_post_norms
 from meshwright.config.job_config import Average, JobConfig

@@ -13,24 +13,11 @@ from meshwright.commands.main import run
 from meshwright.commands.plan import command
 from meshwright.commands.plan import predict as predicting
 from meshwright.commands.plan import trace as scope
-from meshwright.commands.plan.devices import (
-    GIB,
-    Device,
-    estimated,
-    find_device,
-    non_tensor_memory,
-)
+from meshwright.commands.plan.devices import GIB, Device, estimated, find_device, non_tensor_memory
 from meshwright.commands.plan.figures import Memory, Peak, StepTime, bubble
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Event, Item, Record
 from meshwright.commands.plan.predict import Figures, Need
-from meshwright.commands.plan.report import (
-    _parameters,
-    mfu,
-    plan_rank,
-    slowest,
-    to_json,
-    to_text,
-)
+from meshwright.commands.plan.report import _parameters, mfu, plan_rank, slowest, to_json, to_text
 from meshwright.commands.plan.simulate import _block_mask, as_gpu, deal, plan_job
 from meshwright.commands.plan.torch_names import FakeTensorMode, flex_attention_operator
 from meshwright.commands.plan.trace import Moment

@@ -12,12 +12,7 @@ from meshwright.commands.prove.cases import build_case, reference_case
 from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.compare import compare
 from meshwright.commands.prove.compare_records import compare_records
-from meshwright.commands.prove.measurement import (
-    COMPARED,
-    Measurement,
-    Reference,
-    ShardComparison,
-)
+from meshwright.commands.prove.measurement import COMPARED, Measurement, Reference, ShardComparison
 from meshwright.commands.prove.properties import Property
 from meshwright.commands.prove.prove import Row, _why_not
 from meshwright.commands.prove.report import cells, summary, write

@@ -18,13 +18,7 @@ from pyarrow import parquet
 
 from meshwright.datasets import files, readers
 from meshwright.datasets.data_file import ChangedError
-from meshwright.datasets.files import (
-    PACKED,
-    SUFFIXES,
-    Range,
-    RowPlace,
-    resolve,
-)
+from meshwright.datasets.files import PACKED, SUFFIXES, Range, RowPlace, resolve
 from meshwright.datasets.readers import END, Layout, cut, read
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.storage import stat

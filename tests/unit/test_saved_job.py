@@ -33,7 +33,6 @@ FORGOTTEN = (
     "other "
 )
 
-
 BYTES = ("--model.tokenizer_path", "bytes")
 
 

@@ -10,15 +10,7 @@ from meshwright.commands.plan import predict as predicting
 from meshwright.commands.plan import search
 from meshwright.commands.plan.devices import GIB, estimated, find_device
 from meshwright.commands.plan.predict import Figures, Need, predict
-from meshwright.commands.plan.search import (
-    MODES,
-    Candidate,
-    Layer,
-    Work,
-    describe,
-    estimate,
-    legal,
-)
+from meshwright.commands.plan.search import MODES, Candidate, Layer, Work, describe, estimate, legal
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig, differing

@@ -18,12 +18,7 @@ from safetensors import SafetensorError, safe_open
 from meshwright.checkpoint.conversion.stored import FORMATS, WEIGHT_TYPES, StoredTensor, joined
 from meshwright.models.args import DecoderArgs
 from meshwright.models.config_json import Dimension, text_config
-from meshwright.models.family import (
-    TIED,
-    Family,
-    ForeignTensor,
-    HuggingFaceForm,
-)
+from meshwright.models.family import TIED, Family, ForeignTensor, HuggingFaceForm
 from meshwright.system.errors import ConfigError, as_toml, where_it_ends
 from meshwright.system.files import LFS_FIX, LFS_RULE, NamedPath, is_lfs_pointer, warn_once
 

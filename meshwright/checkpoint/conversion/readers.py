@@ -11,11 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tensors
-from meshwright.checkpoint.conversion.initial_load import (
-    LOAD_KEY,
-    InitialWeights,
-    find_initial,
-)
+from meshwright.checkpoint.conversion.initial_load import LOAD_KEY, InitialWeights, find_initial
 from meshwright.checkpoint.conversion.stored import Slices, read_values
 from meshwright.checkpoint.find import find_candidates
 from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks

@@ -35,7 +35,6 @@ SAMPLES = (
 )
 """Text that are hard on tokenizers: cuts, runs of white space, bytes without a piece."""
 
-
 MOST_IDS = 20_000
 """Of a larger vocabulary, as many ids spread over it are sampled."""
 

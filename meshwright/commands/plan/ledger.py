@@ -34,7 +34,6 @@ PURPOSES = (
 )
 """Of tensors. Parameters include buffers; gradients include those of gathered parameters."""
 
-
 HOST = "host"
 """Purpose of tensors that aren't on the device."""
 

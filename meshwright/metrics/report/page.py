@@ -35,7 +35,6 @@ PARTS = {  # of a step
     "time/qk_clip_s": "QK-clip",
 }
 
-
 FIGURES = (
     ("Gradient norm", "before clipping", "optim/grad_norm", False),
     ("Throughput", "tokens per second and device", "time/wps", True),
@@ -43,7 +42,6 @@ FIGURES = (
     ("Peak memory", "GiB, first rank", "memory/peak_gib", True),
 )
 """Charts of one metric: title, unit, name, and whether they start at zero."""
-
 
 BY_GROUP = (
     ("Gradient norm by group", "before clipping", "optim/grad_norm/"),

@@ -31,7 +31,6 @@ FAMILIES: tuple[str, ...] = (
 )
 """Modules, free of torch, each with a `FAMILY` of the module's name."""
 
-
 MODELS: dict[str, Family] = {
     family.name: family for family in (resolve_name(f"{module}:FAMILY") for module in FAMILIES)
 }

@@ -16,7 +16,6 @@ from meshwright.system.errors import ConfigError
 MOMENTUM = "momentum"
 """State of a matrix: the EMA of its gradients, in its type and layout."""
 
-
 OWNED = "owned_"
 """Before the name of a state that a matrix's owner only has."""
 

@@ -8,9 +8,7 @@ from typing import Any
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import LRScheduler
 from meshwright.train.optim.optimizers import found
-from meshwright.train.optim.registry import (
-    SCHEDULES,
-)
+from meshwright.train.optim.registry import SCHEDULES
 
 
 def warmup_stable_decay(step: int, steps: int, schedule: LRScheduler) -> float:
