@@ -132,7 +132,7 @@ class Session:
         """Return loss, perplexity and bits per byte of the model as it is now.
 
         Args:
-            texts: to evaluate it on: each between BOS and EOS, where the tokenizer has them, in
+            `texts`: to evaluate it on: each between BOS and EOS, where the tokenizer has them, in
                 parts of `training.seq_len` tokens. None: on the job's validation data; the names
                 are then those of metrics.jsonl.
 
