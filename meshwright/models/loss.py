@@ -50,6 +50,13 @@ class Batch:
     future_scales: Tensor | None = None
     """(B, k) fp32: factors on the gradients of the losses of `future_labels`. None: not known."""
 
+    @property
+    def optional(self) -> dict[str, Tensor]:
+        """What there is of the parts that a model takes beside tokens and labels, by name."""
+        names = "documents", "loss_weights", "future_tokens", "future_labels", "future_scales"
+        parts = {name: getattr(self, name) for name in names}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the same on `device`."""
         return self._each(lambda part: part.to(device, non_blocking=non_blocking))

@@ -145,11 +145,8 @@ class Pipeline:
         labels = torch.cat([batch.labels for batch in batches])
         # of every stage; the last takes the labels
         inputs = {"labels": labels, "positions": positions.expand(len(tokens), -1)}
-        optional = "documents", "loss_weights", "future_tokens", "future_labels", "future_scales"
-        for name in optional:
-            parts = [getattr(batch, name) for batch in batches]
-            if parts[0] is not None:
-                inputs[name] = torch.cat(parts)
+        for name in batches[0].optional:
+            inputs[name] = torch.cat([getattr(batch, name) for batch in batches])
         self._num_labels = num_labels
         losses: list[Tensor] = []
         try:

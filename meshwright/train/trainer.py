@@ -305,16 +305,7 @@ def _accumulate(
             model.set_is_last_backward(is_last)  # otherwise each would wait for its reductions
         if early is not None:
             early.gradients_are_final = is_last
-        total = model(
-            batch.tokens,
-            batch.labels,
-            positions=positions,
-            documents=batch.documents,
-            loss_weights=batch.loss_weights,
-            future_tokens=batch.future_tokens,
-            future_labels=batch.future_labels,
-            future_scales=batch.future_scales,
-        )
+        total = model(batch.tokens, batch.labels, positions=positions, **batch.optional)
         # divided before backward, by the number of the whole step: so gradients need only sums over
         # microbatches and ranks, and no rank's mean has a weight of its own
         share = total / num_labels
