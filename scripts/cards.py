@@ -14,6 +14,7 @@ import hashlib
 import json
 import platform
 import re
+import resource
 import shlex
 import string
 import subprocess
@@ -187,7 +188,7 @@ def verify(names: list[str]) -> int:
     """Repeat cards of CPUs, one per core at a time, and return how many figures differ."""
     from meshwright.system.machine import count_cores
 
-    start, wrong = time.monotonic(), 0
+    start, wrong, before = time.monotonic(), 0, cpu_seconds()
     cards = {
         name: card
         for name, card in read_cards().items()
@@ -207,8 +208,15 @@ def verify(names: list[str]) -> int:
                 wrong += not is_equal
                 note = "" if is_equal else " WRONG"
                 print(f"{name}: {key} {found[key]:g}, card {was:g}{note}", flush=True)
-    print(f"{wrong} differ; {len(cards)} cards, {time.monotonic() - start:.0f} s")
+    seconds, of_cpu = time.monotonic() - start, cpu_seconds() - before
+    print(f"{wrong} differ; {len(cards)} cards, {seconds:.0f} s ({of_cpu:.0f} s of the CPU)")
     return wrong
+
+
+def cpu_seconds() -> float:
+    """Return the seconds that the commands so far took of the CPU."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:

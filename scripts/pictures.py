@@ -4,12 +4,15 @@
     python -m scripts.pictures plan.png ...     # some
     python -m scripts.pictures --runs FOLDER    # keep the runs there, or draw those that are there
 
-docs/images/pictures.json has a hash of the code that drew each picture, so that a test can tell
-which one shows what the code no longer prints. `make docs` draws the other pictures of docs/images.
+docs/images/pictures.json has a hash of the code that drew each picture, and of the words that other
+modules print into it, so that a test can tell which one shows what the code no longer prints.
+`make docs` draws the other pictures of docs/images.
 """
 
 import argparse
+import ast
 import hashlib
+import inspect
 import json
 import os
 import pty
@@ -66,7 +69,9 @@ class Picture:
     command: str
     """What draws it: its terminal is the picture, unless there is a page."""
     modules: tuple[str, ...]
-    """Files that decide what it looks like; this one does, too."""
+    """Files that draw it."""
+    texts: tuple[str, ...] = ()
+    """Files whose text stands in it."""
     runs: tuple[str, ...] = ()
     """Of RUNS: what the command reads."""
     page: str = ""
@@ -80,12 +85,18 @@ class Picture:
     """Of the command."""
 
 
-REPORT = ("meshwright/metrics/report/document.py", "meshwright/metrics/report/page.py")
+DOCUMENT = "meshwright/metrics/report/document.py"
+REPORT = (DOCUMENT, "meshwright/metrics/report/page.py")
 TERMINAL = ("meshwright/system/log.py",)
 PICTURES = {
     "console.png": Picture(
         "meshwright train game_cpu --training.steps 80 --training.local_batch_size 4",
         ("meshwright/metrics/console.py", *TERMINAL),
+        (
+            "meshwright/commands/train.py",
+            "meshwright/train/announce.py",
+            "meshwright/parallelisms/data_parallel.py",
+        ),
         width=900,
     ),
     "report.png": Picture(
@@ -113,7 +124,8 @@ PICTURES = {
     ),
     "proof.png": Picture(
         "meshwright report proof",
-        ("meshwright/metrics/report/document.py", "meshwright/metrics/report/tables.py"),
+        (DOCUMENT, "meshwright/metrics/report/tables.py"),
+        ("meshwright/commands/prove/cases.py", "meshwright/commands/prove/report.py"),
         runs=("proof", "proof/proof"),
         page="proof/report.html",
         headings=("Proof",),
@@ -121,12 +133,19 @@ PICTURES = {
     ),
     "plan.png": Picture(
         "meshwright plan llama3_8b --world-size 8 --device h100 --html plan.html",
-        ("meshwright/metrics/report/document.py", "meshwright/commands/plan/report.py"),
+        (DOCUMENT, "meshwright/commands/plan/report.py"),
+        (
+            "meshwright/commands/plan/devices.py",
+            "meshwright/commands/plan/figures.py",
+            "meshwright/commands/plan/ledger.py",
+            "meshwright/commands/plan/trace.py",
+        ),
         page="plan.html",
     ),
     "error.png": Picture(
         "meshwright check bad.toml",
         ("meshwright/system/errors.py", *TERMINAL),
+        ("meshwright/config/explain.py", "meshwright/config/loader.py"),
         width=900,
         exit_code=2,
     ),
@@ -137,9 +156,26 @@ PICTURES = {
 
 
 def hash_of(picture: Picture) -> str:
-    """Return a hash of the code that draws a picture."""
-    files = (Path(__file__), *(ROOT / module for module in picture.modules))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+    """Return a hash of what a picture shows, of the code that draws it, and of the texts in it."""
+    shown = [repr(picture), *(RUNS[run] for run in picture.runs), *FILES.values()]
+    shown += map(inspect.getsource, (page_of_terminal, keep, photograph))
+    shown += ((ROOT / module).read_text("utf-8") for module in picture.modules)
+    for module in picture.texts:
+        shown += strings((ROOT / module).read_text("utf-8"))
+    return hashlib.sha256("\0".join(shown).encode()).hexdigest()[:8]
+
+
+def strings(code: str) -> list[str]:
+    """Return the strings of a module, without its docstrings."""
+    nodes = [*ast.walk(ast.parse(code))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+    ]
 
 
 def words_of(command: str) -> list[str]:

@@ -34,6 +34,19 @@ def test_a_picture_is_stale_when_a_module_that_draws_it_changes(tmp_path, monkey
     assert pictures.hash_of(picture) != before
 
 
+def test_a_picture_is_stale_when_a_text_in_it_changes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(pictures, "ROOT", tmp_path)
+    picture = pictures.Picture("meshwright check", (), ("prints.py",))
+
+    def hash_of(code: str) -> str:
+        (tmp_path / "prints.py").write_text(code)
+        return pictures.hash_of(picture)
+
+    before = hash_of('"""A module."""\nprint(f"cut in {2}")')
+    assert hash_of('"""Prints."""\nparts = 1 + 1\nprint(f"cut in {parts}")') == before
+    assert hash_of('"""A module."""\nprint(f"sharded over {2}")') != before
+
+
 def test_a_terminal_is_shown_in_its_colors_and_without_its_progress_bar(tmp_path) -> None:
     code = r"print('\x1b[1mloss\x1b[0m <4>\n 50% ##\r' + ' ' * 7 + '\r' + 'saved'); exit(3)"
     command = f'python -c "{code}"'
