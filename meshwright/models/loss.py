@@ -287,11 +287,12 @@ class SummedLoss:
                 total, (states, whole), allow_unused=True, materialize_grads=False
             )
         of_logits = torch.zeros_like(whole) if of_logits is None else of_logits
-        # a row without a label may have given no number
-        for gradient in (of_logits, of_states):
-            if gradient is not None:
-                gradient.masked_fill_(~is_counted.unsqueeze(1), 0.0)
         logits.copy_(of_logits[:, first : first + logits.shape[1]])
+        # a row without a label may have given no number; and a sum's gradient has one for all rows,
+        # which mustn't be filled in place
+        logits.masked_fill_(~is_counted.unsqueeze(1), 0.0)
+        if of_states is not None:
+            of_states = of_states.where(is_counted.unsqueeze(1), 0.0)
         return losses.detach().where(is_counted, 0.0), of_states
 
     def add_product(self, total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:

@@ -65,6 +65,18 @@ def test_a_loss_of_the_users_that_has_no_number_without_a_label_has_gradients() 
     assert found[0][labels != IGNORE].all()
 
 
+def test_a_sum_in_a_loss_of_the_users_has_gradients() -> None:
+    """torch gives the gradient of a sum as one number that stands for many."""
+    x, weight, labels = inputs()
+    got = SummedLoss(7)
+    got.own = lambda states, logits, targets: states.sum(1) + logits.sum(1)
+    of_x, of_weight = gradients(got(x, weight, labels), x, weight)
+    counted = labels.flatten() != IGNORE
+    wanted = (1 + weight.sum(0)) * counted.unsqueeze(1) / 11  # as `gradients` divides
+    torch.testing.assert_close(of_x.flatten(0, 1), wanted.detach(), rtol=1e-5, atol=1e-6)
+    assert of_weight.isfinite().all()
+
+
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_losses_of_sequences_have_weights(cap) -> None:
     x, weight, labels = inputs()
