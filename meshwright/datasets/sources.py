@@ -73,21 +73,21 @@ class DatasetSpec:
         """Return its files, as its function gives them; `ConfigError` if that fails."""
         try:
             given = self.files(entry)
+            is_list = isinstance(given, Iterable) and not isinstance(given, str)
+            files = list(given) if is_list else []  # here, as a generator fails when it's read
         except (ConfigError, StorageError, *PASSED_ON):
             raise
         except BaseException as error:  # of the user's function
             what = f"its function `files` raises {describe_error(error, file_of(self.files))}"
             fix = "correct it; docs/extending.md has an example"
             raise entry.error("dataset", what, fix) from error
-        if isinstance(given, str) or not isinstance(given, Iterable):
+        if not is_list:
             rule = f"its function `files` returns {given!r}, and no list of paths"
             raise entry.error("dataset", rule, "return a list")
         try:
-            return [
-                one if isinstance(one, DataFile) else DataFile(os.fsdecode(one)) for one in given
-            ]
+            return [f if isinstance(f, DataFile) else DataFile(os.fsdecode(f)) for f in files]
         except TypeError:
-            rule = f"its function `files` returns {given!r:.60}, of which not all are paths"
+            rule = f"its function `files` returns {files!r:.60}, of which not all are paths"
             raise entry.error("dataset", rule, "return a list of them") from None
 
     def find(self, entry: SourceEntry) -> list[DataFile]:

@@ -169,6 +169,7 @@ DATASETS = {
     "files": DatasetSpec(opens, lambda entry: "a.txt"),
     "more": DatasetSpec(opens, lambda entry: [entry.nothing]),
     "numbers": DatasetSpec(opens, lambda entry: ["a.txt", 3]),
+    "later": DatasetSpec(opens, lambda entry: (entry.nothing for _ in "a")),
 }
 """
 
@@ -185,6 +186,7 @@ DATASETS = {
         ("list", "its function returns list, and no documents\n  fix: return IndexedDocuments"),
         ("files", "its function `files` returns 'a.txt', and no list of paths\n  fix: return"),
         ("more", r"its function `files` raises AttributeError: .*'nothing' \(.*mine.py:34\)\n"),
+        ("later", r"its function `files` raises AttributeError: .*'nothing' \(.*mine.py:36\)\n"),
         ("numbers", r"its function `files` returns \['a.txt', 3\], of which not all are paths\n"),
     ],
 )
