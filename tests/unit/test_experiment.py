@@ -344,6 +344,13 @@ def test_a_run_of_a_screening_can_be_resumed_and_keeps_the_schedule_of_its_base(
     assert worker.settings_of_part(arm, 24) == both
 
 
+def test_a_screening_goes_on_whose_list_has_the_value_of_the_base(lab) -> None:
+    """4e-3 is the base's, so that it is no arm."""
+    document = lab.write(SCREEN.replace("1e-3, 7e-3", "4e-3, 7e-3")) and read_spec(lab.file)
+    assert list(register(document).arms) == ["base", "lr=0.007"]
+    assert list(register(document).arms) == ["base", "lr=0.007"]
+
+
 def test_a_screening_keeps_the_best_and_judges_them_on_fresh_seeds(lab, capsys) -> None:
     rates = [1e-3, 2e-3, 3e-3, 5e-3, 6e-3, 7e-3]
     text = (

@@ -63,13 +63,13 @@ def register(document: Document, added: Sequence[Request] = ()) -> Experiment:
     requests = [*document.requests(), *added]
     try:
         known = load(document)
-        if known is not None and document.spec.screen is not None:
-            for one in requests:
-                is_late = one.place != "" and one.name not in known.arms
-                rule, fix = "the screening started without it", "use meshwright experiment add"
-                check(not is_late, one.place, one.name, rule, fix)
         with chdir(document.file.parent):
             checked = Arms(document, known).add(requests)
+            if known is not None and document.spec.screen is not None:
+                for arm in checked.arms.values():
+                    is_late = arm.place != "" and arm.name not in known.arms
+                    rule, fix = "the screening started without it", "use meshwright experiment add"
+                    check(not is_late, arm.place, arm.name, rule, fix)
             is_empty = not requests and all(arm.place for arm in checked.arms.values())
             if is_empty or len(checked.arms) == 1:
                 name = document.file.name
