@@ -288,8 +288,8 @@ class SummedLoss:
             )
         of_logits = torch.zeros_like(whole) if of_logits is None else of_logits
         logits.copy_(of_logits[:, first : first + logits.shape[1]])
-        # a row without a label may have given no number; and a sum's gradient has one for all rows,
-        # which mustn't be filled in place
+        # a row without a label may have given no number; not in place: torch won't let a sum's
+        # gradient be written to, which has the memory of one element for a row
         logits.masked_fill_(~is_counted.unsqueeze(1), 0.0)
         if of_states is not None:
             of_states = of_states.where(is_counted.unsqueeze(1), 0.0)

@@ -65,8 +65,9 @@ def test_a_loss_of_the_users_that_has_no_number_without_a_label_has_gradients() 
     assert found[0][labels != IGNORE].all()
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_sum_in_a_loss_of_the_users_has_gradients() -> None:
-    """torch gives the gradient of a sum as one number that stands for many."""
+    """torch gives the gradient of a sum as one number for a row, which it warns to write to."""
     x, weight, labels = inputs()
     got = SummedLoss(7)
     got.own = lambda states, logits, targets: states.sum(1) + logits.sum(1)
