@@ -8,16 +8,22 @@
 # deterministic runs, memory against the simulation. Then the speed of a cut 8B model, and rates of the
 # device, which plans assume; meshes, which share a single GPU, a killed rank.
 set -uo pipefail
+seconds=0
+if [ "${1:-}" = --minutes ]; then
+    seconds=$(awk -v minutes="${2:-}" 'BEGIN { print int(60 * minutes) }')
+    if ((seconds < 1)); then
+        echo "--minutes ${2:-}: must be a positive number: write --minutes 8" >&2
+        exit 2
+    fi
+    shift 2
+fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$here/scripts/environment.sh"
 prepare_environment gpu-test
 cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 deadline=0
-if [ "${1:-}" = --minutes ]; then
-    deadline=$((SECONDS + $(awk -v minutes="$2" 'BEGIN { print int(60 * minutes) }')))
-    shift 2
-fi
+((seconds)) && deadline=$((SECONDS + seconds))
 folder=${1:-outputs/gpu_smoke}
 mkdir -p "$folder"
 
@@ -31,7 +37,7 @@ part() { # NAME SECONDS COMMAND...: its output is shown, and kept as NAME.txt
         limit=$((share < limit ? share : limit))
     fi
     echo "== $name"
-    timeout "$limit" "$@" 2>&1 | tee "$folder/$name.txt" # pipefail: of the command
+    timeout -k 10 "$limit" "$@" 2>&1 | tee "$folder/$name.txt" # pipefail: of the command
     code=$?
     if ((code == 0)); then
         echo "== $name: passed"

@@ -167,6 +167,14 @@ def test_the_gpu_script_ends_in_time(tmp_path) -> None:
     assert (tmp_path / "out/one_gpu.txt").read_text() == "began\n"
 
 
+@pytest.mark.parametrize("words", [[], ["soon"], ["0"], ["-3"]], ids=str)
+def test_minutes_of_the_gpu_script_are_a_positive_number(words, tmp_path) -> None:
+    command = [ROOT / "scripts/gpu_smoke.sh", "--minutes", *words]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "must be a positive number: write --minutes 8\n" in result.stderr
+
+
 def test_the_docs_state_the_limits_of_the_gpu_script() -> None:
     script = (ROOT / "scripts/gpu_smoke.sh").read_text()
     seconds = sum(map(int, re.findall(r"^part \w+ (\d+) ", script, re.MULTILINE)))
