@@ -175,6 +175,7 @@ def test_an_experiment_is_decided_and_its_json_is_stable(lab, capsys) -> None:
     assert results["wild", 0]["exit_code"] == 3
     assert lab("show") == 0
     out = capsys.readouterr().out
+    assert f"; base: {summary['base']['mean']:.4f}, spread " in out
     assert "worse: diverges" in out
     assert "identical: the same bits" in out
 
@@ -237,6 +238,22 @@ def test_bad_words_of_add_are_one_error(lab, words: list[str], message: str) -> 
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         lab.write(ARMS)("add", *words)
     assert not lab.runs.exists()
+
+
+def test_a_whole_run_has_the_schedule_and_the_last_checkpoint_of_its_config(
+    lab, monkeypatch
+) -> None:
+    taken, train = list[dict](), worker.Worker._train
+
+    def note(*words: object) -> int:
+        taken.append(words[-1])
+        return train(*words)
+
+    monkeypatch.setattr(worker.Worker, "_train", note)
+    lab.write("[arms.silent]\n'metrics.log_freq' = 7\n")("run")
+    assert len(taken) == 4
+    own = {"training.seed", "training.steps", "validation.freq", "checkpoint.keep_latest_k"}
+    assert {key for settings in taken for key in settings} == own
 
 
 def test_nested_keys_of_all_runs_are_keys(lab) -> None:
@@ -344,11 +361,13 @@ def test_a_run_of_a_screening_can_be_resumed_and_keeps_the_schedule_of_its_base(
     assert worker.settings_of_part(arm, 24) == both
 
 
-def test_a_screening_goes_on_whose_list_has_the_value_of_the_base(lab) -> None:
+def test_a_screening_goes_on_whose_list_has_the_value_of_the_base(lab, capsys) -> None:
     """4e-3 is the base's, so that it is no arm."""
     document = lab.write(SCREEN.replace("1e-3, 7e-3", "4e-3, 7e-3")) and read_spec(lab.file)
     assert list(register(document).arms) == ["base", "lr=0.007"]
     assert list(register(document).arms) == ["base", "lr=0.007"]
+    lab("show")
+    assert "; base: no run yet\n" in capsys.readouterr().out
 
 
 def test_a_screening_keeps_the_best_and_judges_them_on_fresh_seeds(lab, capsys) -> None:

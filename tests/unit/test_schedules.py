@@ -145,12 +145,13 @@ def test_a_schedule_of_your_own_is_the_docs(own) -> None:
     ]
 
 
-def test_a_schedule_may_give_numbers_of_numpy(own) -> None:
-    code = "import numpy\nSCHEDULES = {'half': lambda step, steps, _: numpy.float32(0.5)}"
-    config = load_config(own(code, "half"))
+def test_a_schedule_may_give_numbers_of_numpy_and_end_at_zero(own) -> None:
+    falls = "lambda step, steps, _: numpy.float32(1 - step / steps)"
+    config = load_config(own(f"import numpy\nSCHEDULES = {{'falls': {falls}}}", "falls"))
     resolve(config, look(config, 1))
-    rate = learning_rate(config, 100)(1)
-    assert (type(rate), rate) == (float, config.optimizer.lr / 2)
+    rates = [learning_rate(config, 100)(step) for step in (50, 100)]
+    assert [*map(type, rates)] == [float, float]
+    assert rates == [config.optimizer.lr / 2, 0.0]
 
 
 @pytest.mark.parametrize(
