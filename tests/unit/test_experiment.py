@@ -468,6 +468,14 @@ def test_a_run_whose_folder_a_living_job_has_is_not_judged(lab, capsys, monkeypa
             "random.count = .*or equal to 1000",
         ),
         (f"[grid]\n'a.b' = {[*range(40)]}\n'a.c' = {[*range(40)]}", "grid = 1600: more than 1,000"),
+        (
+            '[arms.a]\n"optimizer.lr" = 1e-3\noptimizer.lr = 2e-3',
+            "lab.toml:5: arms.a = .*has optimizer.lr twice, once with quotes",
+        ),
+        (
+            '[common]\n"training.steps" = 9\n[common.training]\nsteps = 8',
+            "has training.steps twice",
+        ),
         ("[screen]\nseeds = [-1]", r"lab.toml:6: screen.seeds.0 = -1: should be greater than"),
         ("[screen]\nseeds = [3]", r"lab.toml:6: .*seeds 0 to 3 are the verdict's"),
         ('[arms.a]\non = "b"\n[arms.b]\n[screen]', "can't change one that may be dropped"),

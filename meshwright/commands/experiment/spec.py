@@ -62,15 +62,20 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 def flattened(table: Any) -> Any:
     """Return a table whose keys are the dotted keys of it and of the tables in it; anything else as
-    it is."""
+    it is.
+
+    Raises:
+        ValueError: if a key is there twice, since TOML takes "a.b" and a.b for two.
+    """
     if not isinstance(table, Mapping):
         return table
     flat = Values()
     for name, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": inner for key, inner in flattened(value).items()}
-        else:
-            flat[name] = value
+        inner = flattened(value) if isinstance(value, Mapping) else None
+        own = {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
+        if twice := flat.keys() & own.keys():
+            raise ValueError(f"has {min(twice)} twice, once with quotes: leave one out")
+        flat |= own
     return flat
 
 
