@@ -21,7 +21,7 @@ from pathlib import Path
 from meshwright.commands.main import main as meshwright
 from tests.helpers.forked_train import experiment
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 GAME = """
 base = "game_cpu"
 budget = {steps = 48}

@@ -44,7 +44,9 @@ def figures(tmp_path_factory, request) -> dict[str, Any]:
 def kernel_of(name: str) -> str:
     if "documents" in name or "sinks" in name:
         return "flex"
-    return "efficient" if "fp32" in name else "flash"  # flash attention takes no fp32
+    if "fp32" in name:  # which neither of the others takes
+        return "efficient"
+    return "cudnn" if "CP" in name else "flash"  # elsewhere flash attention stands for cuDNN's
 
 
 @pytest.mark.parametrize(
