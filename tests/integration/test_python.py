@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,19 +88,20 @@ def surroundings() -> dict[str, Any]:
         "files": sorted(
             os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()
         ),
-        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
+        "children": sorted(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
         "start method": multiprocessing.get_start_method(allow_none=True),
     }
 
 
 def settled(before: dict[str, Any]) -> dict[str, Any]:
-    """The surroundings now, once threads that have nothing more to do are gone; those of earlier
-    tests, too, which `before` still has."""
+    """The surroundings now, once threads that have nothing more to do are gone. What earlier tests
+    left, which `before` has, may have ended since, by the garbage collection as well."""
     end = time.monotonic() + 10
     while {*(now := surroundings())["threads"]} - {*before["threads"]} and time.monotonic() < end:
         time.sleep(0.05)
-    ended = {*before["threads"]} - {*now["threads"]}
-    before["threads"] = [name for name in before["threads"] if name not in ended]
+    for name in ("threads", "files", "children"):
+        both = Counter(before[name]) & Counter(now[name])
+        before[name] = sorted(both.elements())
     return now
 
 
