@@ -468,6 +468,16 @@ OTHERS: tuple[Row[Facts], ...] = (
         "isn't known to give context parallelism the logarithms of its sums",
         'use "auto"',
     ),
+    Rule(
+        "training.attention_kernel",
+        lambda c, _: (
+            c.training.attention_kernel == "cudnn"
+            and c.parallelism.context_parallel_degree > 1
+            and c.sentry.interval > 0
+        ),
+        "cuDNN's backward is not deterministic, and the sentry compares bits of it",
+        'use "auto"',
+    ),
     Idle(
         "training.mtp_loss_weight",
         lambda _, facts: facts.model is not None and not facts.model.mtp_depth,

@@ -276,6 +276,8 @@ training.steps=3 => expected --section.key value fix: write --training.steps=3
 --lr_scheduler.decay_ratio 0.95 => do not fit in 120 after 20
 --parallelism.context_parallel_degree 2 --training.attention_kernel fa3
     => context parallelism the logarithms of its sums fix: use "auto"
+--parallelism.context_parallel_degree 2 --training.attention_kernel cudnn --sentry.interval 9
+    => and the sentry compares bits of it fix: use "auto"
 --profiling.profile_freq 2
     => profiler_warmup 3 + profiler_active 1 fix: raise it to their sum or more
 --training.datasets [{{dataset="sympy_source",weight=1,loss_weight=2}}]

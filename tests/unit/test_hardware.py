@@ -131,7 +131,7 @@ def test_the_log_names_the_kernel(hopper) -> None:
     [
         ("", False, "cudnn", "; attention: cudnn 91002"),
         ("", True, "flash", "; attention: flash"),
-        ("attention_kernel=cudnn", True, "cudnn", "; attention: cudnn 91002"),
+        ("attention_kernel=cudnn", False, "cudnn", "; attention: cudnn 91002"),
         ("attention_kernel=flash", False, "flash", "; attention: flash"),
         ("seq_len=256", False, "flash", "; attention: flash"),  # chunks of 64: not cuDNN 9.10
         ("mixed_precision_param=float32", False, None, "; attention: efficient"),
