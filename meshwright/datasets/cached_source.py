@@ -1,8 +1,9 @@
 """A source whose tokens are in a cache, with the samples that are made of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.datasets.files import SourceEntry
+from meshwright.datasets.identity import SourceFacts
 from meshwright.datasets.packing import PackedSamples, Packing
 from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.token_cache.cache import TokenCache
@@ -14,8 +15,7 @@ class CachedSource:
 
     entry: SourceEntry
     cache: TokenCache
-    commit: str = ""
-    """Of a Hub dataset."""
+    facts: SourceFacts = field(default_factory=SourceFacts)
     packing: Packing | None = None
     """None: documents are laid end to end."""
 

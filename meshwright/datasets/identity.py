@@ -12,7 +12,9 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.datasets.data_file import DataFile
@@ -42,6 +44,23 @@ OF_DOCUMENTS = {
 COMMIT = re.compile(r"@([0-9a-f]{40})/")
 
 SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """What one process knows of a source, by which all others of the job open it."""
+
+    commit: str = ""
+    """Of a Hub dataset."""
+    cache: str = ""
+    """Name of the folder of its token cache; "": the source is streamed, and has the following."""
+    documents: str = ""
+    """Hashes of its settings with the names and sizes of its files; of a little of their content;
+    and of the user's code, the tokenizer and the chat template that make its tokens."""
+    files: Sequence[DataFile] = ()
+    """As they were when the job looked for them."""
+    rows: Any = None
+    """Of a stream of the Hub, its `IterableDataset`: it knows the addresses of its files."""
 
 
 def hash_documents(

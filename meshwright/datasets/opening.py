@@ -1,11 +1,12 @@
-"""The data of a job, in two steps: one process finds and tokenizes it, and sends what it has found
-to the others of the job; then each process opens it by that, and looks for nothing."""
+"""The data of a job: one process looks for it and tokenizes it; the others open it by what that one
+knows of each source, and look for nothing."""
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets import identity
@@ -13,6 +14,7 @@ from meshwright.datasets.block_cache import BlockCache
 from meshwright.datasets.cached_source import CachedSource
 from meshwright.datasets.data_file import DataFile, is_address
 from meshwright.datasets.files import ROW_FORMATS, SourceEntry
+from meshwright.datasets.identity import SourceFacts
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries, with_options
 from meshwright.datasets.packing import open_packing
 from meshwright.datasets.recipe import TokenizationSpec
@@ -30,35 +32,17 @@ Table = Literal["training", "validation"]
 TABLES: tuple[Table, ...] = ("training", "validation")
 
 
-@dataclass(frozen=True)
-class SourceFacts:
-    """What the process that finds a source sends to the others."""
-
-    commit: str = ""
-    """Of a Hub dataset."""
-    cache: str = ""
-    """Name of the folder of its token cache; "": the source is streamed, and has the following."""
-    documents: str = ""
-    """As `StreamedSource.documents_hash`."""
-    files: Sequence[DataFile] = ()
-    """As they were when the job looked for them."""
-    rows: Any = None
-    """Of a stream of the Hub, its `IterableDataset`: it knows the addresses of its files."""
-
-
 Facts = Mapping[Table, Sequence[SourceFacts]]
 
 
 def find_data(config: JobConfig) -> Facts:
-    """Find the sources of both tables, and tokenize whatever is to be cached and isn't yet.
+    """Open both tables on one process, which tokenizes whatever is to be cached and isn't yet, and
+    return by what the others open them.
 
     Raises:
-        ConfigError: if something can't be read, or holds fewer samples than it is to give.
+        ConfigError: as `open_data`.
     """
-    return {
-        table: [Opening(config, table).find(entry) for entry in entries_of(table, config)]
-        for table in TABLES
-    }
+    return {table: [source.facts for source in open_data(table, config)] for table in TABLES}
 
 
 def open_data(
@@ -80,13 +64,12 @@ def open_data(
             found. One process of each node does.
 
     Raises:
-        ConfigError: as `find_data`.
+        ConfigError: if something can't be read, or holds fewer samples than it is to give.
     """
-    opening = Opening(config, table, num_workers, check_all)
+    opening = Opening(config, table, num_workers, check_all, looks_at_files)
     named = entries_of(table, config)
-    facts_of_each = [opening.find(entry) for entry in named] if facts is None else facts[table]
-    pairs = zip(named, facts_of_each, strict=True)
-    return [opening.open(entry, of_source, looks_at_files) for entry, of_source in pairs]
+    of_each = [None] * len(named) if facts is None else facts[table]
+    return [opening.open(entry, known) for entry, known in zip(named, of_each, strict=True)]
 
 
 def entries_of(table: Table, config: JobConfig) -> list[SourceEntry]:
@@ -116,36 +99,41 @@ class Opening:
     table: Table
     num_workers: int = 0
     check_all: bool = False
+    looks_at_files: bool = False
 
-    def find(self, entry: SourceEntry) -> SourceFacts:
-        """Look for a source; tokenize and pack it, unless it is streamed or that is done."""
+    def open(self, entry: SourceEntry, known: SourceFacts | None) -> OpenSource:
+        """Open a source by what another process knows of it; None: look for it, and tokenize and
+        pack it, unless it is streamed or that is done."""
         recipe = recipe_of(entry, self.config)
         if is_streamed(entry):
-            return self._find_stream(recipe)
-        cache = self._tokenize(recipe)
-        if self._is_packed:
-            samples = open_packing(cache, self._length, again=self.check_all).num_samples
-            logger.info(
-                "%s: its documents fill %s sequences, with %.3g %% padding",
-                entry.name,
-                f"{samples:,}",
-                100 * (1 - cache.num_tokens / (samples * self._length)),
-            )
-        commit = identity.commit_of(recipe.files) if recipe.is_of_hub else ""
-        return SourceFacts(commit, cache.folder.name)
+            return self._open_stream(recipe, known)
+        return self._open_cached(recipe, known)
 
-    def open(self, entry: SourceEntry, facts: SourceFacts, looks_at_files: bool) -> OpenSource:
-        """Open a source that has been found, by this process or another."""
-        recipe = recipe_of(entry, self.config)
-        if is_streamed(entry):
-            return self._open_stream(recipe, facts, looks_at_files)
-        try:
-            folder = self._cache_root / facts.cache
-            cache = TokenCache(folder, looks_at_parts=looks_at_files, blocks=self._blocks)
-        except (DamagedCacheError, OSError):  # this node has its own files and caches
+    def _open_cached(self, recipe: TokenizationSpec, known: SourceFacts | None) -> CachedSource:
+        cache = None
+        if known is not None:
+            with suppress(DamagedCacheError, OSError):  # this node has its own files and caches
+                cache = TokenCache(
+                    self._cache_root / known.cache,
+                    looks_at_parts=self.looks_at_files,
+                    blocks=self._blocks,
+                )
+        if cache is None:
             cache = self._tokenize(recipe)
-        packing = open_packing(cache, self._length) if self._is_packed else None
-        return CachedSource(entry, cache, facts.commit, packing)
+        packing = None
+        if self._is_packed:
+            packing = open_packing(cache, self._length, again=self.check_all)
+        if known is None:
+            if packing is not None:
+                logger.info(
+                    "%s: its documents fill %s sequences, with %.3g %% padding",
+                    recipe.entry.name,
+                    f"{packing.num_samples:,}",
+                    100 * (1 - cache.num_tokens / (packing.num_samples * self._length)),
+                )
+            commit = identity.commit_of(recipe.files) if recipe.is_of_hub else ""
+            known = SourceFacts(commit, cache.folder.name)
+        return CachedSource(recipe.entry, cache, known, packing)
 
     @property
     def _length(self) -> int:
@@ -189,6 +177,17 @@ class Opening:
             raise recipe.entry.error("dataset", rule, fix)
         return cache
 
+    def _open_stream(self, recipe: TokenizationSpec, known: SourceFacts | None) -> StreamedSource:
+        if known is None:
+            known = self._find_stream(recipe)
+        elif recipe.entry.source.dataset in ROW_FORMATS:
+            path = known.files[0].path
+            if not (is_address(path) or os.path.exists(path)):  # this node has a copy elsewhere
+                known = self._find_stream(recipe)
+            elif self.looks_at_files:
+                known = replace(known, documents=_hash(recipe, known.files))
+        return self._stream(recipe, known)
+
     def _find_stream(self, recipe: TokenizationSpec) -> SourceFacts:
         documents = _hash(recipe, recipe.files)
         if not recipe.is_of_hub:
@@ -196,25 +195,18 @@ class Opening:
             # a validation reads as many shards as its samples need
             is_training = self.table != "validation"
             if is_training and not any(is_address(file.path) for file in recipe.files):
-                check_shards(self._open_stream(recipe, facts, False), self._length)
+                check_shards(self._stream(recipe, facts), self._length)
             return facts
         opened, commit = recipe.open(streamed=True), identity.commit_of(recipe.files)
         rows = opened.rows if isinstance(opened, StreamedRows) else None
         return SourceFacts(commit, documents=documents, rows=rows)
 
-    def _open_stream(
-        self, recipe: TokenizationSpec, facts: SourceFacts, looks_at_files: bool
-    ) -> StreamedSource:
+    def _stream(self, recipe: TokenizationSpec, facts: SourceFacts) -> StreamedSource:
         entry, training = recipe.entry, self.config.training
         documents: Documents
         if facts.rows is not None:
             documents = StreamedRows(facts.rows, entry)
         elif entry.source.dataset in ROW_FORMATS:
-            path = facts.files[0].path
-            if not (is_address(path) or os.path.exists(path)):  # this node has a copy elsewhere
-                facts = self._find_stream(recipe)
-            elif looks_at_files:
-                facts = replace(facts, documents=_hash(recipe, facts.files))
             documents = LocalDocuments(entry, facts.files)
         else:
             opened = recipe.open(streamed=True)
@@ -222,19 +214,12 @@ class Opening:
             documents = opened
         most = entry.source.max_documents or training.stream_shards
         shards = min(training.stream_shards, documents.max_shards, most)
-        return StreamedSource(
-            entry,
-            documents,
-            recipe.encoder(),
-            shards,
-            training.shuffle_window,
-            facts.documents,
-            facts.commit,
-        )
+        window = training.shuffle_window
+        return StreamedSource(entry, documents, recipe.encoder(), shards, window, facts)
 
 
 def _hash(recipe: TokenizationSpec, files: Sequence[DataFile]) -> str:
-    """Return the `documents_hash` of a stream of these files."""
+    """Return the hash of a stream of these files."""
     try:
         some = identity.hash_some_bytes(files)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import SourceEntry
+from meshwright.datasets.identity import SourceFacts
 from meshwright.datasets.order import permutation
 from meshwright.datasets.rows import Documents, Item, Reader
 from meshwright.datasets.samples import Sample, SampleRules, to_sample
@@ -36,11 +37,7 @@ class StreamedSource:
     num_shards: int
     window: int
     """Documents that are shuffled together."""
-    documents_hash: str = ""
-    """Hashes of its settings with the names and sizes of its files; of a little of their content;
-    and of the user's code, the tokenizer and the chat template that make its tokens."""
-    commit: str = ""
-    """Of a Hub dataset."""
+    facts: SourceFacts = field(default_factory=SourceFacts)
 
     @property
     def unused(self) -> set[str]:
@@ -51,7 +48,7 @@ class StreamedSource:
     def content(self) -> str:
         """Equal where all its samples are, as far as is known without reading all of it."""
         shards = f"{self.num_shards} shards, {self.window} documents a window"
-        return f"{shards}, {self.documents_hash}"
+        return f"{shards}, {self.facts.documents}"
 
 
 @dataclass

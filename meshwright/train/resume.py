@@ -48,7 +48,7 @@ def manifest_of(
         "data_identity": resolved.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
         "validation_content": {source.entry.name: source.content for source in validation_sources},
-        "data_revisions": {source.entry.name: source.commit for source in sources},
+        "data_revisions": {source.entry.name: source.facts.commit for source in sources},
         "model_name": resolved.config.model.name,
         "model_args": dataclasses.asdict(resolved.model_args),
         "tokenizer_path": resolved.config.model.tokenizer_path,
@@ -85,7 +85,7 @@ def place_in_data(resolved: ResolvedJob, saved: Manifest, sources: Sequence[Open
         if was != source.content and not (begins_stage and _is_new(source, saved)):
             commit = saved["data_revisions"].get(source.entry.name, "")
             pin = ""
-            if commit not in ("", source.commit):
+            if commit not in ("", source.facts.commit):
                 pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "
             raise source.entry.error(
                 "dataset",

@@ -10,6 +10,7 @@ import pytest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
+from meshwright.datasets.identity import SourceFacts
 from meshwright.datasets.opening import open_data
 from meshwright.datasets.shards import StreamedSource
 from meshwright.datasets.sources import DATASETS
@@ -63,7 +64,7 @@ def check_is_noticed(source: StreamedSource, before: str, fix: str = "fix: ", **
 
 def test_a_dataset_that_has_changed_names_the_commit_to_pin(tmp_path: Path) -> None:
     source = opened(*BYTES, *lines(tmp_path))
-    source = replace(source, commit=NEW)
+    source = replace(source, facts=SourceFacts(commit=NEW))
     pin = f"fix: set training.dataset_revision = '{OLD}'; or restore"
     for revision, fix in ((OLD, pin), (NEW, "fix: restore"), ("", "fix: restore")):
         revisions = {source.entry.name: revision}
