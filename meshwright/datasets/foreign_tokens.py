@@ -19,6 +19,7 @@ from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.files import SourceEntry, beside
 from meshwright.datasets.ranges import RangeFile, open_file
 from meshwright.datasets.storage import stat
+from meshwright.datasets.token_parts import BLOCK_BYTES, Lengths, PartIndex
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -44,8 +45,6 @@ CHUNK = 1 << 23
 
 ENOUGH_TOKENS = 64
 """Of which every second wouldn't be 0 by chance."""
-
-Lengths = npt.NDArray[np.uint32]
 
 
 class FormatError(ValueError):
@@ -80,10 +79,6 @@ class TokenFile:
             yield np.frombuffer(content, self.dtype)
 
 
-Indexed = tuple[TokenFile, Lengths, npt.NDArray[np.uint32], int]
-"""A file, the lengths of its documents, the checksums of its blocks, and the bytes of its text."""
-
-
 class TokenFiles:
     """The files of a source, in the order of their names: in place of documents."""
 
@@ -92,7 +87,7 @@ class TokenFiles:
         self.unused = Counter[str]()
         """Empty: as `Documents.unused`, and tokens have no columns."""
 
-    def index(self, number: int, tokenizer: Tokenizer, block_bytes: int) -> Indexed:
+    def index(self, number: int, tokenizer: Tokenizer) -> PartIndex:
         """Read one file. One without a header is of the smallest unsigned type that holds the
         vocabulary, as OLMo-core and nanoGPT have it.
 
@@ -108,7 +103,7 @@ class TokenFiles:
                 file = open_datatrove(data_file, bare)
             else:
                 file = open_array(data_file, bare)
-            return index_tokens(file, tokenizer, block_bytes)
+            return index_tokens(file, tokenizer)
         except (FormatError, OSError) as error:
             raise self._entry.error("dataset_path", f"{data_file.path}: {error}") from error
 
@@ -223,8 +218,8 @@ def _with_count(opened: TokenFile, count: int) -> TokenFile:
     return opened
 
 
-def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Indexed:
-    """Read the file once.
+def index_tokens(file: TokenFile, tokenizer: Tokenizer) -> PartIndex:
+    """Read the file once, and return it as a part of a cache.
 
     Raises:
         FormatError: if it holds an id that the tokenizer hasn't, or no ends of documents, or if
@@ -247,7 +242,7 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Ind
         may_be_halves = may_be_halves and not tokens[1::2].any()
         content = tokens.tobytes()
         checksums += [
-            zlib.crc32(content[at : at + block_bytes]) for at in range(0, len(content), block_bytes)
+            zlib.crc32(content[at : at + BLOCK_BYTES]) for at in range(0, len(content), BLOCK_BYTES)
         ]
         num_bytes += int(bytes_of[tokens].sum())
         if file.lengths is None:
@@ -263,4 +258,5 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer, block_bytes: int) -> Ind
     if lengths is None:
         bounds = np.unique(np.concatenate([[0], *ends, [begin]]))
         lengths = np.diff(bounds).astype(np.uint32)
-    return file, lengths, np.array(checksums, np.uint32), num_bytes
+    of_blocks = np.array(checksums, np.uint32)
+    return PartIndex(lengths, of_blocks, num_bytes, file.dtype, file.offset, file.file.stamp)

@@ -22,8 +22,9 @@ from meshwright.datasets.rows import Documents, LocalDocuments, unreadable
 from meshwright.datasets.shards import StreamedSource, check_shards
 from meshwright.datasets.sources import StreamedRows
 from meshwright.datasets.stream import OpenSource
-from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
+from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import cache_root, open_cache
+from meshwright.datasets.token_parts import DamagedCacheError
 from meshwright.datasets.tokenizers.special_tokens import tokenizer_keys
 from meshwright.system.log import logger
 

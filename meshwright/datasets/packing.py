@@ -17,10 +17,10 @@ import numpy.typing as npt
 from meshwright.datasets.order import permutation
 from meshwright.datasets.ranges import RangeFile
 from meshwright.datasets.samples import CachedSamples, Range
-from meshwright.datasets.token_cache.cache import (
+from meshwright.datasets.token_cache.cache import TokenCache
+from meshwright.datasets.token_parts import (
     CACHE_KEY,
     DamagedCacheError,
-    TokenCache,
     load_arrays,
     starts_of,
 )

@@ -26,7 +26,7 @@ from meshwright.datasets.opening import find_data, open_data
 from meshwright.datasets.packing import PackedSamples, best_fit, open_packing, stored_packing
 from meshwright.datasets.samples import Sample, SampleRules
 from meshwright.datasets.stream import Cursor, find_samples
-from meshwright.datasets.token_cache.cache import DamagedCacheError
+from meshwright.datasets.token_parts import DamagedCacheError
 from meshwright.models.loss import IGNORE, PADDING
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command

@@ -55,6 +55,7 @@ def documents_of(cache: TokenCache) -> list[list[int]]:
 def small_blocks(monkeypatch) -> None:
     for module in ("token_cache.cache", "token_cache.writing"):
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
+    for module in ("foreign_tokens", "token_cache.cache", "token_cache.writing", "token_parts"):
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_BYTES", 64)
 
 

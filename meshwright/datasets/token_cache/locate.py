@@ -6,8 +6,9 @@ import numpy.typing as npt
 from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.recipe import TokenizationSpec
-from meshwright.datasets.token_cache.cache import CachedDocument, TokenCache, load_index
+from meshwright.datasets.token_cache.cache import CachedDocument, TokenCache
 from meshwright.datasets.token_cache.writing import open_source
+from meshwright.datasets.token_parts import load_index
 from meshwright.system.errors import RecordError
 
 

@@ -21,15 +21,7 @@ from meshwright.datasets.block_cache import BlockCache
 from meshwright.datasets.conversations import note_of_unused
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.recipe import TokenizationSpec
-from meshwright.datasets.token_cache.cache import (
-    CACHE_KEY,
-    DAMAGED,
-    LENGTHS,
-    DamagedCacheError,
-    Part,
-    TokenCache,
-    load_index,
-)
+from meshwright.datasets.token_cache.cache import DAMAGED, LENGTHS, TokenCache
 from meshwright.datasets.token_cache.writing import (
     is_damaged,
     join_parts,
@@ -37,6 +29,7 @@ from meshwright.datasets.token_cache.writing import (
     too_many_bad_records,
     write_part,
 )
+from meshwright.datasets.token_parts import CACHE_KEY, DamagedCacheError, Part, load_index
 from meshwright.system.errors import ConfigError, RecordError, check, numbered
 from meshwright.system.files import remove_left_over
 from meshwright.system.lease import Lease

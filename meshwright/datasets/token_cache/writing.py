@@ -16,10 +16,9 @@ from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import Documents
-from meshwright.datasets.token_cache.cache import (
+from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, LENGTHS
+from meshwright.datasets.token_parts import (
     BLOCK_BYTES,
-    BLOCK_DOCUMENTS,
-    LENGTHS,
     DamagedCacheError,
     Part,
     PartIndex,
@@ -58,21 +57,13 @@ def write_part(
     """
     documents, encoder = open_source(recipe)
     if isinstance(documents, TokenFiles):
-        index = _index_file(documents, recipe, part)
+        index = documents.index(part.number, recipe.tokenizer)
         advance(documents.files[part.number].size, 0)
     else:
         index = _tokenize_part(documents, encoder, recipe, part, dtype, max_bad_records, advance)
     # thousands of flushes take a minute; an index that a power cut damages is made again
     is_flushed = part.source is None
     _save_arrays(part.index, is_flushed=is_flushed, **index._asdict())
-
-
-def _index_file(documents: TokenFiles, recipe: TokenizationSpec, part: Part) -> PartIndex:
-    """Read a file of tokens once, and return its index."""
-    opened, lengths, checksums, num_bytes = documents.index(
-        part.number, recipe.tokenizer, BLOCK_BYTES
-    )
-    return PartIndex(lengths, checksums, num_bytes, opened.dtype, opened.offset, opened.file.stamp)
 
 
 def _tokenize_part(
