@@ -1,8 +1,9 @@
-"""Linear attention on this CPU: in chunks, token by token, and beside softmax attention.
+"""Linear attention on this CPU or GPU: in chunks, token by token, and beside softmax attention.
 
 Forward and backward of the gated delta rule, which is the part of such a layer where information
 passes from token to token, and of causal attention with as many heads, in turns: medians of
-processor time, and of its ratio to the chunked form's in the same turn. Errors of the output and of
+processor time, on a GPU in bf16 of time, with fla's kernel where it is installed; and of its ratio
+to the chunked form's in the same turn. Errors of the output and of
 the gradients of queries, keys and values against the recurrence in fp64, relative to their size.
 
     OMP_NUM_THREADS=1 python -m benchmarks.linear_attention
@@ -20,6 +21,7 @@ from torch import Tensor
 from meshwright.models.attention import CausalAttention
 from meshwright.models.delta_rule import gated_delta_rule
 from meshwright.parallelisms.cpu_kernels import attention
+from meshwright.parallelisms.delta_kernel import delta_rule, why_missing
 from tests.helpers.delta import recurrence
 
 LONGEST_EXACT = 2048
@@ -50,12 +52,19 @@ def timed(
     way: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor
 ) -> tuple[float, float, list[Tensor]]:
     """Return milliseconds of forward and of backward, the output and the gradients of q, k, v."""
-    start = time.process_time()
+    start = _now(grad)
     out = way(*leaves)
-    middle = time.process_time()
-    grads = torch.autograd.grad(out, leaves, grad, allow_unused=True)
-    end = time.process_time()
+    middle = _now(grad)
+    grads = torch.autograd.grad(out, leaves, grad.to(out.dtype), allow_unused=True)
+    end = _now(grad)
     return 1e3 * (middle - start), 1e3 * (end - middle), [out.detach(), *grads[:3]]
+
+
+def _now(grad: Tensor) -> float:
+    if grad.is_cuda:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def draw(batch: int, seq_len: int, args: argparse.Namespace) -> tuple[list[Tensor], Tensor]:
@@ -64,7 +73,11 @@ def draw(batch: int, seq_len: int, args: argparse.Namespace) -> tuple[list[Tenso
     q, k, v, grad = (torch.randn(*shape, args.head_dim) for _ in range(4))
     # rates and steps as models/delta.py draws them
     decay = -16 * torch.rand(heads) * 0.001 * 100 ** torch.rand(shape)
-    return [x.requires_grad_() for x in (q, k, v, decay, torch.rand(shape))], grad
+    leaves = [q, k, v, decay, torch.rand(shape)]
+    if torch.cuda.is_available():
+        leaves = [x.cuda() if x is decay else x.cuda().bfloat16() for x in leaves]
+        grad = grad.cuda()
+    return [x.requires_grad_() for x in leaves], grad
 
 
 def main() -> None:
@@ -76,7 +89,10 @@ def main() -> None:
         parser.add_argument(f"--{flag}", type=int, default=default)
     args = parser.parse_args()
     ways = {"chunks": in_chunks, "recurrence": by_token, "softmax": by_softmax(CausalAttention())}
-    if not attention.why_not(args.head_dim, torch.float32):
+    if torch.cuda.is_available():
+        if not why_missing():
+            ways["fla"] = lambda *leaves: delta_rule(*leaves, None)
+    elif not attention.why_not(args.head_dim, torch.float32):
         ways["softmax, own kernel"] = by_softmax(attention.attend)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     torch.manual_seed(0)

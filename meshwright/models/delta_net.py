@@ -37,11 +37,16 @@ class DeltaCore(nn.Module):
             documents: (B, S) int, as `Decoder` takes them; None: one for each sequence.
             value_dim, key_dim: V and K.
         """
-        behind = taps.shape[1] - 1
-        of_padded = None if documents is None else F.pad(documents, (behind, 0))
-        rows = convolve(F.pad(rows, (0, 0, behind, 0)), taps, of_padded)
+        rows = convolve_all(rows, taps, documents)
         q, k, v = split_heads(rows, decay.shape[-1], key_dim, value_dim)
         return gated_delta_rule(q, k, v, decay, strength, documents)[0]
+
+
+def convolve_all(rows: Tensor, taps: Tensor, documents: Tensor | None) -> Tensor:
+    """Return `convolve` of whole sequences, (B, S, W) -> (B, S, W) fp32."""
+    behind = taps.shape[1] - 1
+    of_padded = None if documents is None else F.pad(documents, (behind, 0))
+    return convolve(F.pad(rows, (0, 0, behind, 0)), taps, of_padded)
 
 
 def convolve(rows: Tensor, taps: Tensor, documents: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
     data_parallel,
+    delta_kernel,
     expert_parallel,
 )
 from meshwright.parallelisms.meshes import Meshes
@@ -108,7 +109,7 @@ def parallelize(
     0. Float8 layers, which take the place of others under the same names.
     1. Tensor parallelism first, because its plan finds submodules by their plain names, those of
        the model's table. Then expert parallelism, of the parameters that it leaves unchanged.
-    2. Context parallelism, inside of every wrapper of a block.
+    2. Context parallelism, or GPUs' kernel of linear attention, inside of every wrapper of a block.
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss. On CPUs, the
        kernel of attention as well.
@@ -141,6 +142,8 @@ def parallelize(
         applied.append(
             context_parallel.apply_cp(model, meshes.cp, training, is_compared=is_compared)
         )
+    if line := delta_kernel.apply_delta_kernel(model, meshes.world.device_type, config):
+        applied.append(line)
     is_on_cpu = meshes.world.device_type == "cpu"
     has_meshes = meshes.tp.size() > 1 or meshes.ep is not None  # as parts of DTensors
     if recomputation.mode != "none":

@@ -12,16 +12,19 @@ import torch.nn.functional as F
 from meshwright.commands.prove.bounds import BOUNDS
 from meshwright.config.loader import load_config
 from meshwright.models.attention import CausalAttention, repeat_heads
+from meshwright.models.delta_net import DeltaCore
 from meshwright.models.loss import SummedLoss
 from meshwright.parallelisms.context_parallel import (
     attend_in_chunks,
     gradients_in_chunks,
     masked_in_chunks,
 )
+from meshwright.parallelisms.delta_kernel import recur, why_missing
 from meshwright.parallelisms.fused_attention import WIDTHS
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.system import hardware
 from tests.gpu.launch import run
+from tests.helpers.delta_layer import inputs, results, several_documents
 from tests.helpers.jobs import ROOT
 from tests.helpers.one_rank import OneRank
 from tests.helpers.resolved import resolved
@@ -225,6 +228,19 @@ def test_attention_to_gathered_keys_is_that_to_the_whole(device, kernel, width) 
             got += of_rank[..., :width]
     for name, got, want in zip("oqkv", gets, wants, strict=True):
         assert ((got - want).norm() / want.norm()).item() < tolerance, name
+
+
+@pytest.mark.only_cuda
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_fla_gives_what_chunks_give(device, has_documents: bool) -> None:
+    if reason := why_missing():
+        pytest.skip(reason)
+    given = [x.to(device) for x in inputs(torch.bfloat16)]
+    documents = several_documents().to(device) if has_documents else None
+    for got, want in zip(
+        results(recur, given, documents), results(DeltaCore(), given, documents), strict=True
+    ):
+        assert (got - want).abs().max() <= 2e-2 * want.abs().max()
 
 
 def test_fp32_attention_of_grouped_heads_is_right(device) -> None:
