@@ -8,7 +8,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
@@ -55,22 +57,29 @@ SEPARATORS = {
 """Words that may separate the documents of a file, and how such a document is called."""
 
 
-@dataclass(frozen=True)
-class Corpus:
+Key = tuple[str, object, str]
+"""Of a table of a TOML: its name, its value, and what it is."""
+
+IS_WHAT = {"dataset_separator": "between two documents", "dataset_column": "has the text"}
+
+
+class Corpus(NamedTuple):
     """The data, as far as a look at a part of it tells."""
 
-    source: Source
-    num_files: int
-    num_tokens: int
-    held_out: float
-    """Part of the documents to validate on; 0: there are too few."""
+    keys: list[Key]
+    """Of [training], which name it."""
     num_to_train: int
     """Tokens that aren't held out."""
+    is_held_out: bool
+    """Whether some documents are; else there are too few."""
     description: str = ""
 
 
-def look_at(path: str) -> Corpus:
+def look_at(path: str, folder: Path) -> Corpus:
     """Find out how the files at a path hold text, and how much.
+
+    Args:
+        folder: of the TOML that is to name them.
 
     Raises:
         ConfigError: if they hold none, or tokens, or conversations.
@@ -79,14 +88,9 @@ def look_at(path: str) -> Corpus:
     source = Source(dataset=kind, dataset_path=path)
     files = local_files(entry := SourceEntry("training", kind, source))
     check_files(entry, max_bad_records=1)  # a bad row is no reason to write no config
-    separator, unit = "", "a file"
-    if kind != "text":
-        column, unit = _column(kind, files[0])
-        source = source.model_copy(update={"dataset_column": column})
-    elif len(files) < FEW:
-        separator, unit = _separator(files)
-        source = source.model_copy(update={"dataset_separator": separator})
-    texts, is_all = _sample(entry := SourceEntry("training", kind, source), files)
+    split, unit = _separator(files) if kind == "text" else _column(kind, files[0])
+    entry = replace(entry, source=source.model_copy(update=split))
+    texts, is_all = _sample(entry, files)
     if not texts:
         check_files(entry)  # says why
     errors.check(bool(texts), "--from", path, "holds no text", "name files that do")
@@ -100,21 +104,28 @@ def look_at(path: str) -> Corpus:
     held = errors.numbered(num_tokens, "token")
     rule = f"holds {held}, and a sequence of the preset takes {sample}"
     errors.check(num_tokens >= 2 * sample, "--from", path, rule, "add text")
+    share = held_out = _part_to_hold_out(num_documents, num_tokens // sample)
+    if is_all and held_out:  # the documents themselves say how much of them is held out
+        side = replace(entry, held_out=held_out, is_held_out=True)
+        share = sum(len(text.encode()) for text in texts if is_on_side(side, text)) / num_bytes
     others = by_suffix(other_files(path, [file.path for file in files]))
     rest = f"; left out: {', '.join(others)}" if others else ""
+    num_files = errors.numbered(len(files), "file")
     description = (
-        f"{errors.numbered(len(files), 'file')} of {kind}, "
+        f"{num_files} of {kind}, "
         f"about {errors.numbered(num_documents, 'document')}, {num_tokens:,} tokens{rest}\n"
         f"the median document has {statistics.median_low(sizes):,} bytes: it is {unit}"
     )
-    held_out = _part_to_hold_out(num_documents, num_tokens // sample)
-    share = held_out
-    if is_all:  # the documents themselves say how much of them is held out
-        side = SourceEntry("", "", source, held_out, is_held_out=True)
-        apart = sum(len(text.encode()) for text in texts if held_out and is_on_side(side, text))
-        share = apart / num_bytes
-    to_train = round(num_tokens * (1 - share))
-    return Corpus(source, len(files), num_tokens, held_out, to_train, description)
+    named = os.path.relpath(path, folder)
+    named = os.path.abspath(path) if named.startswith("..") else named
+    keys: list[Key] = [
+        ("dataset", kind, num_files),
+        ("dataset_path", named, "relative to this file"),
+    ]
+    keys += [(key, value, IS_WHAT[key]) for key, value in split.items()]
+    if held_out:
+        keys.append(("validation_fraction", held_out, "of the documents, by a hash of each"))
+    return Corpus(keys, round(num_tokens * (1 - share)), held_out > 0, description)
 
 
 def _kind(path: str) -> tuple[str, str]:
@@ -143,16 +154,19 @@ def _part_to_hold_out(num_documents: int, num_samples: int) -> float:
     return part if num_documents >= 2 * FEW and part * num_samples >= 8 else 0.0
 
 
-def _separator(files: Sequence[DataFile]) -> tuple[str, str]:
-    """Return the words between the documents of a few files, and a name for such a document."""
+def _separator(files: Sequence[DataFile]) -> tuple[dict[str, str], str]:
+    """Return the key for the words between the documents of a few files, if there are such words;
+    and what a document is then."""
+    if len(files) >= FEW:
+        return {}, "a file"
     text, num_bytes = b"".join(_glimpses(files)), sum(map(_text_bytes, files))
     lines = re.sub(rb"[ \t\r]+\n", b"\n", text)
     for separator, unit in SEPARATORS.items():
         if lines.count(separator.encode()) * num_bytes >= FEW * len(text) > 0:
             if separator == "\n" and _is_wrapped(lines):
-                return "", "a file, whose lines end where those of a page would"
-            return separator, unit
-    return "", "a file"
+                return {}, "a file, whose lines end where those of a page would"
+            return {"dataset_separator": separator}, unit
+    return {}, "a file"
 
 
 def _glimpses(files: Sequence[DataFile]) -> Iterator[bytes]:
@@ -172,9 +186,9 @@ def _is_wrapped(text: bytes) -> bool:
     return 50 <= median <= long <= 200 and median >= 0.85 * long
 
 
-def _column(kind: str, file: DataFile) -> tuple[str, str]:
-    """Return the column with the text, "text" or the one with most of it; and a name for such a
-    document, with the columns that are left out."""
+def _column(kind: str, file: DataFile) -> tuple[dict[str, str], str]:
+    """Return the key for the column with most text, unless it is "text"; and what a document is
+    then, with the columns that are left out."""
     looked_at = itertools.islice(read(Range(file), Layout(kind)), LOOKED_AT)
     rows = [row for _, _, row in looked_at if isinstance(row, dict)]
     names, sizes = dict.fromkeys(itertools.chain.from_iterable(rows)), Counter[str]()
@@ -188,7 +202,8 @@ def _column(kind: str, file: DataFile) -> tuple[str, str]:
     others = ", ".join(name for name in names if name != column)
     joined = "a function as training.dataset_format can join columns"
     rest = f"\ncolumns left out: {others}; {joined}" if others else ""
-    return column, f"the column {column} of a row{rest}"
+    split = {"dataset_column": column} if column != "text" else {}
+    return split, f"the column {column} of a row{rest}"
 
 
 def _sample(entry: SourceEntry, files: Sequence[DataFile]) -> tuple[list[str], bool]:

@@ -2,17 +2,14 @@
 
 import json
 import math
-import os
-import re
 import shlex
 from argparse import Namespace
 from pathlib import Path
 
-from meshwright.commands.corpus import PRESET, Corpus, look_at
+from meshwright.commands.corpus import PRESET, Corpus, Key, look_at
 from meshwright.commands.options import output_file, readable, write_output
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import FOLDER, load_config
-from meshwright.config.training import Source
 from meshwright.system import errors
 from meshwright.system.machine import count_cores, count_gpus
 
@@ -23,10 +20,8 @@ fast on a core of a Xeon (README's run)."""
 LEAST_STEPS = 50
 """Of a job; the learning rate rises for 20."""
 
-SYMPY = Corpus(
-    Source(dataset="sympy_source"), 0, num_tokens=6_400_000, held_out=0.05, num_to_train=6_080_000
-)
-"""What the preset trains on, and validates on."""
+SYMPY = Corpus([("dataset", "sympy_source", "which torch installs; for trying")], 6_080_000, True)
+"""What the preset trains on; it validates on every 20th file."""
 
 GPU_BATCH, GPU_SEQ_LEN = 8, 1024
 """Sequences per GPU and microbatch, and their tokens."""
@@ -71,7 +66,7 @@ def run(given: Namespace) -> None:
     errors.check(not out.exists(), "OUT", str(out), "exists already", fix)
     if given.corpus is not None:
         print(f"looking at {given.corpus} ...", flush=True)
-        corpus = look_at(given.corpus)
+        corpus = look_at(given.corpus, out.absolute().parent)
         print(corpus.description)
     text, length = job_for(out, corpus, count_gpus(), count_cores())
     write_output(out, text, "OUT")
@@ -83,73 +78,48 @@ def run(given: Namespace) -> None:
 def job_for(out: Path, corpus: Corpus, gpus: int, cores: int) -> tuple[str, str]:
     """Return the TOML of a job that reads the corpus, and how long that job is."""
     machine = errors.numbered(gpus, "GPU") if gpus else errors.numbered(cores, "CPU core")
-    training, model, data = load_config([PRESET]).training, "", _data(corpus, out)
-    seq_len, batch = training.seq_len, training.global_batch_size
+    preset, model, keys = load_config([PRESET]).training, "", corpus.keys
+    seq_len, batch = preset.seq_len, preset.global_batch_size
     if gpus:
         # whole microbatches on each, at least four in all
         model, seq_len, batch = GPU_MODEL, GPU_SEQ_LEN, GPU_BATCH * gpus * math.ceil(4 / gpus)
-        data += f"""
-seq_len = {seq_len}  # tokens
-local_batch_size = {GPU_BATCH}  # sequences per GPU and microbatch
-global_batch_size = {batch}  # sequences per step
-mixed_precision_param = "bfloat16"  # type of the matmuls"""
+        keys = [
+            *keys,
+            ("seq_len", seq_len, "tokens"),
+            ("local_batch_size", GPU_BATCH, "sequences per GPU and microbatch"),
+            ("global_batch_size", batch, "sequences per step"),
+            ("mixed_precision_param", "bfloat16", "type of the matmuls"),
+        ]
     per_step, num_tokens = batch * seq_len, corpus.num_to_train
     steps = EPOCHS * num_tokens // per_step
     if not gpus:
         steps = min(steps, MINUTES * 60 * TOKENS_PER_CORE_S * cores // per_step)
     steps = max(steps, LEAST_STEPS)
     freq = math.ceil(steps / 3)  # with that after the last step, three times
-    validation = f"freq = {freq}  # steps; and after the last"
-    if not corpus.held_out:
-        validation = "enable = false  # too little to hold out"
-    elif corpus is not SYMPY:
-        validation += "\nnum_samples = -1  # sequences: all that is held out"
+    validation: list[Key] = [("enable", False, "too little to hold out")]
+    if corpus.is_held_out:
+        validation = [("freq", freq, "steps; and after the last")]
+        if corpus is not SYMPY:
+            validation.append(("num_samples", -1, "sequences: all that is held out"))
     epochs = f"about {steps * per_step / num_tokens:.2g} epochs"
     text = f"""\
 #:schema {(FOLDER / "schema.json").as_uri()}
 # A first job, for {machine}. All keys: meshwright config --help
-extends = "{PRESET}"  # a preset: meshwright config --presets
-
+{_lines(("extends", PRESET, "a preset: meshwright config --presets"))}
 [job]
-dump_folder = {_quoted(f"outputs/{out.stem}")}  # checkpoints, logs and metrics
-{model}
+{_lines(("dump_folder", f"outputs/{out.stem}", "checkpoints, logs and metrics"))}{model}
 [training]
-{data}
-steps = {steps}  # {epochs}
-
+{_lines(*keys, ("steps", steps, epochs))}
 [validation]
-{validation}
-
+{_lines(*validation)}
 [checkpoint]
-interval = {freq}  # steps; the last is always saved
-"""
-    # the comments of keys in a column
-    text = re.sub(r"(?m)^(\w.*)  # ", lambda match: f"{match[1]:33} # ", text)
+{_lines(("interval", freq, "steps; the last is always saved"))}"""
     return text, f"{steps:,} steps of {per_step:,} tokens, {epochs}, for {machine}"
 
 
-def _data(corpus: Corpus, out: Path) -> str:
-    """Return the lines that name the data."""
-    source = corpus.source
-    if corpus is SYMPY:
-        return 'dataset = "sympy_source"  # which torch installs; for trying'
-    path = os.path.relpath(source.dataset_path, out.absolute().parent)
-    if path.startswith(".."):
-        path = os.path.abspath(source.dataset_path)
+def _lines(*keys: Key) -> str:
+    """Write keys of a table, what they are in a column."""
     lines = [
-        f"dataset = {_quoted(source.dataset)}  # {errors.numbered(corpus.num_files, 'file')}",
-        f"dataset_path = {_quoted(path)}  # relative to this file",
+        (f"{name} = {json.dumps(value, ensure_ascii=False)}", text) for name, value, text in keys
     ]
-    if source.dataset_separator:
-        separator = _quoted(source.dataset_separator)
-        lines.append(f"dataset_separator = {separator}  # between two documents")
-    if source.dataset_column != "text":
-        lines.append(f"dataset_column = {_quoted(source.dataset_column)}  # has the text")
-    if corpus.held_out:
-        part = f"validation_fraction = {corpus.held_out}"
-        lines.append(f"{part}  # of the documents, by a hash of each")
-    return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return "".join(f"{line:33} # {text}\n" for line, text in lines)

@@ -62,6 +62,11 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
+def keys_of(path: str) -> dict[str, object]:
+    """The keys that the TOML would have for the data."""
+    return {name: value for name, value, _ in corpus.look_at(path, Path.cwd()).keys}
+
+
 @pytest.mark.parametrize("gpus", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_toml_passes_its_check(kind, gpus, folder, monkeypatch, capsys) -> None:
@@ -174,7 +179,7 @@ def test_other_content_is_refused(name, content, says, folder) -> None:
 def test_rows_without_text_may_come_before_one_with_text(first, more, folder) -> None:
     rows = [more | {"text": text} for text in [*first, *TEXTS, "\ud83d"]]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert corpus.look_at("rows.jsonl").source.dataset_column == "text"
+    assert "dataset_column" not in keys_of("rows.jsonl")
 
 
 def test_a_file_that_cannot_be_made_is_named(folder) -> None:
@@ -192,9 +197,9 @@ def test_the_tokens_of_a_packed_file_are_not_its_bytes(folder, monkeypatch) -> N
     )
     (folder / "all.jsonl").write_text(rows)
     (folder / "all.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
-    want = corpus.look_at("all.jsonl").num_tokens
+    want = corpus.look_at("all.jsonl", folder).num_to_train
     monkeypatch.setattr(corpus, "SAMPLE_BYTES", 10_000)
-    assert 0.7 * want < corpus.look_at("all.jsonl.gz").num_tokens < 1.5 * want
+    assert 0.7 * want < corpus.look_at("all.jsonl.gz", folder).num_to_train < 1.5 * want
 
 
 def test_too_few_documents_are_not_held_out(folder, capsys) -> None:
@@ -232,27 +237,27 @@ PAGES = "\n".join(textwrap.wrap(" ".join(SENTENCES), 70))
 )
 def test_the_separator_is_found_whatever_ends_a_line(text, separator, says, folder) -> None:
     (folder / "all.txt").write_bytes(text.encode())
-    found = corpus.look_at("all.txt")
-    assert found.source.dataset_separator == separator
-    assert says in found.description
+    assert keys_of("all.txt").get("dataset_separator", "") == separator
+    assert says in corpus.look_at("all.txt", folder).description
 
 
 def test_the_median_document_is_told(folder) -> None:
     """Of a few large ones, the mean says little."""
     (folder / "all.txt").write_text("\n".join([*["x" * 10] * 50, *["y" * 9000] * 49]))
-    assert "the median document has 10 bytes: it is a line" in corpus.look_at("all.txt").description
+    found = corpus.look_at("all.txt", folder).description
+    assert "the median document has 10 bytes: it is a line" in found
 
 
 def test_columns_that_are_not_read_are_named(folder) -> None:
     rows = [{"id": 1, "prompt": text, "completion": text * 2} for text in SENTENCES]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = corpus.look_at("rows.jsonl")
-    assert found.source.dataset_column == "completion"
-    assert "columns left out: id, prompt; a function as " in found.description
+    assert keys_of("rows.jsonl")["dataset_column"] == "completion"
+    found = corpus.look_at("rows.jsonl", folder).description
+    assert "columns left out: id, prompt; a function as " in found
     for extra in ({"messages": []}, {"instruction": "", "output": ""}):  # rendered already
         rows = [{"text": text, **extra} for text in SENTENCES]
         (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        assert corpus.look_at("rows.jsonl").source.dataset_column == "text"
+        assert "dataset_column" not in keys_of("rows.jsonl")
 
 
 def packed(kind: str, path: Path) -> None:
