@@ -24,7 +24,7 @@ from meshwright.config.section import BYTES
 from meshwright.datasets import identity
 from meshwright.datasets.conversations import Conversation
 from meshwright.datasets.encoding import NO_LOSS
-from meshwright.datasets.opening import open_data
+from meshwright.datasets.opening import find_data, open_data
 from meshwright.datasets.ranges import DESCRIPTORS, RangeFile
 from meshwright.datasets.recipe import TokenizationSpec
 from meshwright.datasets.rows import IndexedDocuments
@@ -115,7 +115,7 @@ def test_any_number_of_processes_makes_the_same_cache(tmp_path) -> None:
 
 BAD = """
 import multiprocessing, time
-from meshwright.datasets.opening import open_data
+from meshwright.datasets.opening import find_data, open_data
 from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.sources import DatasetSpec
 
@@ -555,3 +555,25 @@ def test_a_cache_of_an_earlier_version_is_found_by_its_name(tmp_path, monkeypatc
     (stream,) = open_data("training", load_config([*words, "--training.seq_len=64"]))
     hashes = "d9072a01c4b3ab5f, 2999aebf356ab7e8, 3ef775f29e6b80ac"
     assert stream.content == f"1 shards, 256 documents a window, {hashes}"
+
+
+def test_data_that_nobody_has_looked_for_is_opened_once(tmp_path: Path, monkeypatch) -> None:
+    """By the launcher: an open cache reads an index of all its parts."""
+    (tmp_path / "a.txt").write_text("Some text. " * 99)
+    words = ["debug_model", "--training.dataset=text", f"--training.dataset_path={tmp_path}/a.txt"]
+    words += ["--training.seq_len=64", f"--training.token_cache_folder={tmp_path}/cache"]
+    config = load_config([*words, "--validation.enable=false"])
+    (made,) = open_data("training", config, num_workers=1)
+    opened, begin = list[Path](), TokenCache.__init__
+
+    def count(self: TokenCache, folder: Path, **options: Any) -> None:
+        opened.append(folder)
+        begin(self, folder, **options)
+
+    monkeypatch.setattr(TokenCache, "__init__", count)
+    (source,) = open_data("training", config)
+    assert opened == [source.cache.folder]
+    assert source.facts == made.facts
+    (again,) = open_data("training", config, find_data(config))
+    assert again.facts == source.facts
+    assert again.content == source.content
