@@ -68,6 +68,10 @@ class SourceEntry:
         """That `key` of this source is at fault."""
         return errors.config_error(f"{self.key}.{key}", getattr(self.source, key), what, fix)
 
+    def unknown(self, key: str, what: str, fix: str) -> errors.UnknownNameError:
+        """That no table has the name that `key` of this source gives."""
+        return errors.UnknownNameError(f"{self.key}.{key}", str(self.error(key, what, fix)))
+
     def record_error(self, key: str, what: str, fix: str = "") -> errors.RecordError:
         """That a record is at fault, as `key` of this source has it read. Its place comes first."""
         name, value = f"{self.key}.{key}", getattr(self.source, key)

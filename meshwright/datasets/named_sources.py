@@ -129,7 +129,7 @@ def check_sources(section: Training | Validation, key: str) -> None:
         spec = find_dataset(name)
         if spec is None:
             fix = f'{errors.did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
-            raise entry.error("dataset", "no such dataset", fix)
+            raise entry.unknown("dataset", "no such dataset", fix)
         check_path(entry, spec)
         if getattr(section, "packing", "cut") != "cut" and is_streamed(entry):
             rule = f"{entry.name} is streamed, so the lengths of its documents are not known"

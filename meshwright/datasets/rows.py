@@ -196,7 +196,7 @@ def _load_function(entry: SourceEntry) -> Callable[[dict[str, Any]], Any]:
     place, _, attribute = name.rpartition(":")
     if not place:
         fix = f'{errors.did_you_mean(name, FORMATS)} (a function is "path/to/file.py:function")'
-        raise entry.error("dataset_format", "no such format", fix)
+        raise entry.unknown("dataset_format", "no such format", fix)
     try:
         module = import_user_module(place)
     except errors.PASSED_ON:

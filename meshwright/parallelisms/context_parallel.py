@@ -29,12 +29,15 @@ Chunks = tuple[int, int]
 """A rank's two chunks, by their number among the 2 cp equal chunks of the sequence."""
 
 
-def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, *, is_compared: bool) -> str:
+def apply_cp(
+    model: Decoder, mesh: DeviceMesh, training: Training, *, tp: int = 1, is_compared: bool
+) -> str:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
     Collective in forward and backward. Return a line for the log.
 
     Args:
+        tp: ranks that share the heads.
         is_compared: whether bits of gradients are compared between ranks, by the sentry.
 
     Raises:
@@ -42,7 +45,7 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, *, is_compare
     """
     chunk = model.seq_len // (2 * mesh.size())
     kernel, line = choose_kernel(
-        model.table, mesh.device_type, chunk, training, is_compared=is_compared
+        model.table, mesh.device_type, chunk, training, tp=tp, is_compared=is_compared
     )
     # one for all blocks, so that they share a graph
     shared = functools.partial(attend, mesh=mesh, kernel=kernel)

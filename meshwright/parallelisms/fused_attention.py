@@ -26,12 +26,19 @@ aten = torch.ops.aten
 
 
 def choose_kernel(
-    table: DecoderSpec, device_type: str, length: int, training: Training, *, is_compared: bool
+    table: DecoderSpec,
+    device_type: str,
+    length: int,
+    training: Training,
+    *,
+    tp: int = 1,
+    is_compared: bool,
 ) -> tuple[str | None, str]:
     """Return which of `KERNELS` takes chunks of `length` tokens on this process's device, or None,
     and a line for the log, or "".
 
     Args:
+        tp: ranks that share the heads.
         is_compared: whether bits of gradients are compared between ranks, by the sentry.
 
     Raises:
@@ -45,7 +52,7 @@ def choose_kernel(
     if is_compared and wanted == "auto":
         wanted = "flash"  # the gradients of cuDNN's aren't deterministic
     dtype = getattr(torch, training.mixed_precision_param)
-    heads = spec.n_heads, spec.n_kv_heads, table.head_dim + -table.head_dim % WIDTHS
+    heads = spec.n_heads // tp, spec.n_kv_heads // tp, table.head_dim + -table.head_dim % WIDTHS
     chosen = choose_attention(wanted, torch.device(device_type), length, dtype, heads)
     return chosen.kernel if chosen.kernel in KERNELS else None, chosen.line
 

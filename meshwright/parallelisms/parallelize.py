@@ -140,7 +140,9 @@ def parallelize(
     if meshes.cp.size() > 1:
         is_compared = config.sentry.interval > 0
         applied.append(
-            context_parallel.apply_cp(model, meshes.cp, training, is_compared=is_compared)
+            context_parallel.apply_cp(
+                model, meshes.cp, training, tp=meshes.tp.size(), is_compared=is_compared
+            )
         )
     if line := delta_kernel.apply_delta_kernel(model, meshes.world.device_type, config):
         applied.append(line)

@@ -100,8 +100,18 @@ class Mistakes:
         """Raise the faults found, if any."""
         # two checks may need the same thing, which is wrong once
         errors = list({(error.key, str(error)): error for error in self.errors}.values())
+        if any(isinstance(error, UserModuleError) for error in errors):  # it may have the names
+            errors = [error for error in errors if not isinstance(error, UnknownNameError)]
         if errors:
             raise errors[0] if len(errors) == 1 else CombinedConfigError(errors)
+
+
+class UserModuleError(ConfigError):
+    """The user's module can't be imported, or its tables are wrong."""
+
+
+class UnknownNameError(ConfigError):
+    """Neither our tables nor the user's module have a name that the config gives."""
 
 
 class TrainingError(RuntimeError):

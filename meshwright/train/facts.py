@@ -124,7 +124,7 @@ def look_at_files(config: JobConfig, facts: JobFacts) -> JobFacts:
     to start from. The ranks of a job leave it to the first, once they can talk."""
     mistakes, checkpoint, saved = Mistakes(), config.checkpoint, None
     with mistakes.collect():
-        _each_stage(config, _look_at_sources)
+        _look_at_sources(config)
     with mistakes.collect():
         folder = Path(config.job.dump_folder) / checkpoint.folder
         choice = find.choose(folder, checkpoint) if checkpoint.enable else None
@@ -143,7 +143,7 @@ def look_at_data(config: JobConfig) -> JobFacts:
         extend_only_by(config.experimental.custom_import)
         facts = replace(facts, tokenizer=_open_tokenizer(config))
     with mistakes.collect():
-        _each_stage(config, _look_at_sources)
+        _look_at_sources(config)
     return replace(facts, faults=tuple(mistakes.errors))
 
 
@@ -160,13 +160,24 @@ def _open_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def _look_at_sources(config: JobConfig) -> None:
+    """Look at the sources of each stage; at the user's own once if stages share them."""
+    tried = list[tuple[object, ...]]()
+    _each_stage(config, lambda one: _look_at_stage(one, tried))
+
+
+def _look_at_stage(config: JobConfig, tried: list[tuple[object, ...]]) -> None:
     training, validation = config.training, config.validation
     sources = [*entries(training, "training")]
     if validation.enable and not training.validation_fraction:
         sources += entries(validation, "validation")
     for entry in sources:
         check_files(with_options(entry, config), training.max_bad_records)
-        _try_own_source(entry, config, reads=not training.max_bad_records)
+        reads = not training.max_bad_records
+        alike = replace(with_options(entry, config), key="", weight=1, loss_weight=1)
+        what = alike, is_streamed(entry), reads
+        if what not in tried:
+            tried.append(what)
+            _try_own_source(entry, config, reads=reads)
 
 
 def _try_own_source(entry: SourceEntry, config: JobConfig, *, reads: bool) -> None:

@@ -155,7 +155,7 @@ def _table(name: str, table: str, key: str) -> Mapping[str, Any]:
 
 def _error(name: str, what: str, key: str, fix: str = "") -> errors.ConfigError:
     usual = 'write "package.module" or "path/to/file.py"; docs/extending.md has examples'
-    return errors.config_error(key, name, what, fix or usual)
+    return errors.UserModuleError(key, str(errors.config_error(key, name, what, fix or usual)))
 
 
 def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:

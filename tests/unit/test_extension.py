@@ -547,3 +547,53 @@ def test_a_loss_or_early_step_that_does_not_fit_is_rejected(tmp_path) -> None:
     early = ("--optimizer.early_step_in_backward", "--training.max_norm", "inf")
     with pytest.raises(ConfigError, match="leaves no gradients to the metrics of your module: opt"):
         resolved(load_config(words(tmp_path, example("metric"), *early)), 1)
+
+
+def test_what_a_broken_module_may_have_is_no_second_error(tmp_path) -> None:
+    """Its formats, tokenizers and optimizers are unknown; the mesh is wrong on its own."""
+    names = ("training.dataset_format", "model.tokenizer_type", "optimizer.name")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    data = ["--training.dataset=json", f"--training.dataset_path={rows}"]
+    mesh = "--parallelism.pipeline_parallel_degree=7"
+    given = words(tmp_path, "import nothing_like_this", *data, *[f"--{n}=mine" for n in names])
+    with pytest.raises(ConfigError, match="No module named 'nothing_like_this'") as caught:
+        resolved(load_config([*given, mesh]), 2)
+    assert "no such" not in str(caught.value)
+    assert "pipeline_parallel_degree" in str(caught.value)
+    (tmp_path / "mine.py").write_text("OPTIONS = {}")
+    with pytest.raises(ConfigError) as caught:
+        resolved(load_config(given), 2)
+    assert str(caught.value).count("no such") >= 2
+
+
+def test_a_check_opens_a_dataset_once_that_stages_share(tmp_path) -> None:
+    note, toml = tmp_path / "opened", tmp_path / "a.toml"
+    code = f"""
+from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.sources import DatasetSpec
+
+def opens(entry, streamed):
+    with open({str(note)!r}, "a") as file:
+        file.write(f"{{entry.source.max_documents}}\\n")
+    return IndexedDocuments(4000, lambda number: f"text {{number}}")
+
+DATASETS = {{"mine": DatasetSpec(opens, lambda entry: [])}}
+"""
+    stages = """
+training.steps = 20
+training.dataset = "mine"
+checkpoint.enable = true
+[[training.stages]]
+until_tokens = 10240
+[[training.stages]]
+seq_len = 256
+"""
+    toml.write_text(stages)
+    given = [str(toml), "--training.global_batch_size=8", "--training.seq_len=128"]
+    resolved(load_config([*given, *words(tmp_path, code)]), 1)
+    assert note.read_text().split() == ["None"]
+    toml.write_text(stages + "dataset = 'mine'\nmax_documents = 3000\n")
+    note.unlink()
+    resolved(load_config([*given, *words(tmp_path, code)]), 1)
+    assert note.read_text().split() == ["None", "3000"]

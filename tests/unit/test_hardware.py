@@ -154,6 +154,19 @@ def test_context_parallelism_chooses_a_kernel(hopper, words, is_compared, kernel
     assert core.forward.keywords["kernel"] == kernel
 
 
+def test_context_parallelism_asks_for_the_heads_of_a_rank(hopper) -> None:
+    """8 heads, which two ranks of tensor parallelism share."""
+    words = ["--training.attention_kernel=flash", "--training.mixed_precision_param=float32"]
+    config = load_config(["debug_model", "--parallelism.context_parallel_degree=2", *words])
+    job = resolved(config, 2, device_type="cuda", expects_gpus=True)
+    heads = job.model_args.table.plain_attention.n_heads
+    with torch.device("meta"):
+        model = Decoder(job.model_args, config.training.seq_len)
+    mesh = Mock(spec=DeviceMesh, device_type="cuda", **{"size.return_value": 2})
+    with pytest.raises(ConfigError, match=f"no such kernel for {heads // 2} heads"):
+        apply_cp(model, mesh, job.config.training, tp=2, is_compared=False)
+
+
 @pytest.mark.parametrize(
     "own", ["", "training.mask_documents=true", "parallelism.context_parallel_degree=2"]
 )

@@ -27,6 +27,7 @@ from meshwright.datasets.tokenizers.special_tokens import (
 from meshwright.system.errors import (
     PASSED_ON,
     ConfigError,
+    UnknownNameError,
     check,
     config_error,
     did_you_mean,
@@ -255,7 +256,8 @@ def _build_own(path: str, keys: TokenizerKeys) -> Tokenizer:
     name, options = keys.name, options_of(keys.name, keys.options)
     rule, fix = "no such tokenizer", did_you_mean(name, TOKENIZERS) if TOKENIZERS else ""
     fix = fix or "name the module that has it, in experimental.custom_import"
-    check(name in TOKENIZERS, NAME_KEY, name, rule, fix)
+    if name not in TOKENIZERS:
+        raise UnknownNameError(NAME_KEY, str(config_error(NAME_KEY, name, rule, fix)))
     build = TOKENIZERS[name]
     try:
         tokenizer = build(path, options)

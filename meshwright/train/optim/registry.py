@@ -14,7 +14,13 @@ from pydantic import ValidationError
 from meshwright.config.job_config import JobConfig
 from meshwright.config.optimizer import Muon, Optimizer, ParameterGroup
 from meshwright.models.parameter import Parameter
-from meshwright.system.errors import ConfigError, check, config_error, did_you_mean
+from meshwright.system.errors import (
+    ConfigError,
+    UnknownNameError,
+    check,
+    config_error,
+    did_you_mean,
+)
 from meshwright.system.modules import describe_error, file_of
 
 Groups = list[dict[str, Any]]
@@ -161,7 +167,9 @@ def check_optimizers(config: Optimizer, table: Mapping[str, Parameter]) -> dict[
     chosen = {f"optimizer.groups.{i}.optimizer": g.optimizer for i, g in enumerate(config.groups)}
     for key, name in ({"optimizer.name": config.name} | chosen).items():
         is_known = name is None or name in OPTIMIZERS
-        check(is_known, key, name, "no such optimizer", did_you_mean(name or "", OPTIMIZERS))
+        if not is_known:
+            rule, fix = "no such optimizer", did_you_mean(name or "", OPTIMIZERS)
+            raise UnknownNameError(key, str(config_error(key, name, rule, fix)))
     wholes = {name for name, one in OPTIMIZERS.items() if isinstance(one, MatrixWise)}
     if not config.groups and config.name not in wholes:
         return dict.fromkeys(table, config.name)
