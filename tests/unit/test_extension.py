@@ -592,8 +592,8 @@ seq_len = 256
     toml.write_text(stages)
     given = [str(toml), "--training.global_batch_size=8", "--training.seq_len=128"]
     resolved(load_config([*given, *words(tmp_path, code)]), 1)
-    assert note.read_text().split() == ["None"]
+    assert note.read_text().split() == ["0"]
     toml.write_text(stages + "dataset = 'mine'\nmax_documents = 3000\n")
     note.unlink()
     resolved(load_config([*given, *words(tmp_path, code)]), 1)
-    assert note.read_text().split() == ["None", "3000"]
+    assert note.read_text().split() == ["0", "3000"]
