@@ -153,17 +153,13 @@ def attention_rates(work: Workload, backend: str, options: dict[str, Any]) -> di
 
 
 def job_words(work: Workload, folder: Path, steps: int) -> dict[str, object]:
-    """Return the keys of a job whose every step is reported, and whose last ones are traced."""
+    """Return the keys of a job whose every step is reported."""
     return job_keys(replace(work, steps=steps), folder) | {
         "training.global_batch_size": work.batch,
         "lr_scheduler.warmup_steps": 2,
         "activation_checkpoint.mode": "selective",
         "checkpoint.enable": "false",
         "validation.enable": "false",
-        "profiling.enable_profiling": "true",
-        "profiling.profile_freq": steps,
-        "profiling.profiler_warmup": 1,
-        "profiling.profiler_active": TRACED,
     }
 
 
@@ -171,7 +167,19 @@ def run_job(
     work: Workload, folder: Path, extra: Mapping[str, object], *, steps: int = 14
 ) -> dict[str, Any]:
     """Run a job by `meshwright train`; return its figures, or its error."""
-    words = job_words(work, folder.resolve(), steps) | extra
+    return run_words(job_words(work, folder, steps) | extra, folder, steps=steps)
+
+
+def run_words(given: Mapping[str, object], folder: Path, *, steps: int) -> dict[str, Any]:
+    """Run a job of these keys, whose last steps are traced; return its figures, or its error."""
+    words = dict(given) | {
+        "job.dump_folder": folder.resolve(),
+        "training.steps": steps,
+        "profiling.enable_profiling": "true",
+        "profiling.profile_freq": steps,
+        "profiling.profiler_warmup": 1,
+        "profiling.profiler_active": TRACED,
+    }
     command = [sys.executable, "-m", "meshwright", "train", "debug_model"]
     command += [f"--{key}={value}" for key, value in words.items()]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

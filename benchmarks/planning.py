@@ -184,7 +184,8 @@ def plan_published(one: Published) -> tuple[float, float]:
     if one.is_torchtitan:
         config = changed(config, {"activation_checkpoint": {"mode": "selective"}})
     job = plan_job(config, one.ranks, is_gpu=True)
-    device = estimated(one.device, is_compiled=one.is_compiled)
+    # none of them says that it had cuDNN's attention
+    device = estimated(one.device, is_compiled=one.is_compiled, is_shared=True, kernel="flash")
     with ExitStack() as stack:
         patch = mock.patch.object
         if one.is_torchtitan:

@@ -6,11 +6,15 @@ from dataclasses import replace
 import pytest
 
 from meshwright.commands.plan.devices import (
+    CAST,
     COLLECTIVE_S,
     DEVICES,
+    FLOAT8,
+    SHARED,
     error_of_time,
     estimated,
     find_device,
+    rates_of,
 )
 from meshwright.commands.plan.figures import entry_seconds, ring_width, step_time
 from meshwright.commands.plan.ledger import Record
@@ -72,6 +76,44 @@ def test_compiled_blocks_move_fewer_bytes_between_pointwise_operators() -> None:
     assert entry_seconds(in_block, compiled) == entry_seconds(in_block, eager) / 2
     for other in (pointwise, copy, matmul):
         assert entry_seconds(other, compiled) == entry_seconds(other, eager)
+
+
+def test_rates_of_attention_experts_and_float8_are_their_own() -> None:
+    work = _operator("mm", "bfloat16", 8, 10**12)
+    rates, flash = estimated(H100), estimated(H100, kernel="flash")
+    parts = rates.parts
+
+    def seconds(rates=rates, **changes: object) -> float:
+        return 989 * entry_seconds(replace(work, **changes), rates)
+
+    assert seconds() == pytest.approx(1 / parts.matmul)
+    assert seconds(name="grouped_matmul") == pytest.approx(1 / parts.grouped)
+    for name, way in (("attention", 0), ("attention_backward", 1)):
+        assert seconds(name=name, head_width=128) == pytest.approx(1 / parts.wide[way])
+        assert seconds(name=name, head_width=64) == pytest.approx(1 / parts.narrow[way])
+        assert seconds(flash, name=name, head_width=128) == pytest.approx(1 / parts.flash[way])
+    assert seconds(name="flex_attention", head_width=128) == pytest.approx(1 / parts.flash[0])
+    for recipe, part in FLOAT8.items():
+        own = estimated(H100, recipe=recipe)
+        assert seconds(own, is_float8=True) == pytest.approx(1 / 2 / part)
+    added = entry_seconds(replace(work, is_float8=True, read_bytes=10**9), rates)
+    added -= entry_seconds(replace(work, is_float8=True), rates)
+    assert added == pytest.approx(CAST * 1e9 / (parts.memory * 3.35e12))
+
+
+def test_ranks_beside_each_other_are_slower_on_measured_devices_only() -> None:
+    for name, part in (("h100", SHARED), ("a100", 1.0)):
+        alone, shared = (estimated(find_device(name), is_shared=one) for one in (False, True))
+        assert shared.flops_per_s == pytest.approx(part * alone.flops_per_s)
+        assert shared.bytes_per_s == pytest.approx(part * alone.bytes_per_s)
+
+
+def test_the_rates_of_a_job_are_of_its_kernel_and_its_ranks() -> None:
+    for words, kernel in (([], ""), (["--training.deterministic=true"], "flash")):
+        job = plan_job(load_config(["debug_model", *words]), 2, is_gpu=True)
+        rates = rates_of(job, H100)
+        assert rates.kernel == kernel
+        assert rates.flops_per_s == estimated(H100, is_shared=True).flops_per_s
 
 
 def test_an_estimate_is_slower_than_the_data_sheet_and_cpus_have_none() -> None:

@@ -24,7 +24,7 @@ class Device:
     """As its driver counts."""
     is_gpu: bool = True
     flops_per_s: float = 0.0
-    """Dense bf16 peak; 0: not known."""
+    """Dense bf16 peak; 0: not known. That of float8 is twice as much, where there is float8."""
     fp32_flops_per_s: float = 0.0
     """Peak of float32 without TF32."""
     bytes_per_s: float = 0.0
@@ -88,12 +88,63 @@ def find_device(word: str, ranks: int = 1) -> Device:
     return Device(f"GPU of {gib:g} GiB", gib)
 
 
-MATMUL, ATTENTION = 0.6, 0.45
-"""Parts of the bf16 FLOP/s of the data sheet that matmuls and attention reach in a step."""
+Ways = tuple[float, float]
+"""Of attention: forward, backward."""
 
-NCCL, STREAM = 0.75, 0.8
-"""Parts of the bytes/s of links and network cards that NCCL reaches, and of the memory's that
-operators without FLOPs do."""
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of the data sheet that operators of a training step reach."""
+
+    matmul: float
+    """Of the bf16 FLOP/s, as all others but the last."""
+    grouped: float
+    """Matmuls of experts."""
+    wide: Ways
+    """Attention of heads from `WIDE` on, by the kernel that torch chooses; masked pairs left
+    out."""
+    narrow: Ways
+    """Of narrower heads."""
+    flash: Ways
+    """By FlashAttention 2, and by flex attention, which was not timed."""
+    memory: float
+    """Of the memory's bytes/s, for operators without FLOPs."""
+    source: str
+
+    def attention(self, kernel: str, width: int) -> Ways:
+        """Return the parts of a kernel for heads of `width`."""
+        return self.flash if kernel == "flash" else self.wide if width >= WIDE else self.narrow
+
+
+WIDE = 128
+
+SAME = 0.45, 0.45
+
+PUBLISHED = Parts(0.6, 0.6, SAME, SAME, SAME, 0.8, "estimated by published runs on H100s")
+"""Of devices without measurements."""
+
+HOPPER = Parts(
+    0.728, 0.455, (0.59, 0.48), (0.455, 0.354), (0.32, 0.27), 0.854, "estimated by parts of an H200"
+)
+"""benchmarks/results/gpu.md, whose jobs chose those of matmuls and of narrow heads. An H100 has the
+same chip, and slower memory."""
+
+MEASURED = ("H100", "H200")
+"""First words of the names of devices with the parts of `HOPPER`."""
+
+SHARED = 0.87
+"""Part of an operator's rate that it keeps beside collectives, in a job of several ranks: with it,
+the parts of one GPU lie in the middle of published jobs (benchmarks/results/plans.md)."""
+
+NCCL = 0.75
+"""Part of the bytes/s of links and network cards that NCCL reaches."""
+
+FLOAT8 = {"rowwise": 0.48, "tensorwise": 0.6}
+"""Parts of the float8 FLOP/s that products reach. rowwise: with it and `CAST`, a measured step has
+its time (gpu.md). tensorwise: not measured, by what torchao publishes."""
+
+CAST = 1.5
+"""Bytes that casts to float8 read and write, over those of a product's operands in bf16."""
 
 FUSED = 0.5
 """Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
@@ -101,9 +152,6 @@ neighbors."""
 
 LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
 """Least times of an operator and of a collective."""
-
-SOURCE = "estimated by published runs on H100s"
-"""Of all rates."""
 
 ERRORS = {"H100": 0.15, "H200": 0.2}
 """Of an estimated step time, by the first word of a device's name: within it are the published
@@ -114,18 +162,63 @@ steps of benchmarks/results/plans.md, and the measured ones of gpu.md next to it
 class Rates(Device):
     """A device with the rates that a training step reaches, instead of those of its data sheet."""
 
+    parts: Parts = PUBLISHED
     fused: float = 1.0
     """See `FUSED`."""
+    kernel: str = ""
+    """Of attention: "flash", or torch's choice."""
+    recipe: str = ""
+    """Of the products in float8."""
     imbalance: float = 1.0
     """As `simulate` takes it: it belongs to the job, and slows its ranks down."""
 
 
-def estimated(device: Device, *, is_compiled: bool = True, imbalance: float = 1.0) -> Rates:
-    """Return the parts of a device's data sheet that published runs reach on H100s."""
-    parts = {"flops_per_s": MATMUL, "fp32_flops_per_s": MATMUL, "bytes_per_s": STREAM}
-    parts |= {"link_bytes_per_s": NCCL, "network_bytes_per_s": NCCL}
-    reached = {name: part * getattr(device, name) for name, part in parts.items()}
-    return Rates(**vars(device) | reached, fused=FUSED if is_compiled else 1.0, imbalance=imbalance)
+def parts_of(device: Device) -> Parts:
+    """Return the parts of its data sheet that the device reaches."""
+    return HOPPER if device.name.partition(" ")[0] in MEASURED else PUBLISHED
+
+
+def estimated(
+    device: Device,
+    *,
+    is_compiled: bool = True,
+    is_shared: bool = False,
+    kernel: str = "",
+    recipe: str = "rowwise",
+    imbalance: float = 1.0,
+) -> Rates:
+    """Return the rates that a device's data sheet and `parts_of` give.
+
+    Args:
+        is_shared: the job has several ranks.
+        kernel, recipe, imbalance: as in `Rates`.
+    """
+    parts = parts_of(device)
+    kept = SHARED if is_shared and parts is HOPPER else 1.0
+    reached = {
+        "flops_per_s": parts.matmul * kept,
+        "fp32_flops_per_s": parts.matmul * kept,
+        "bytes_per_s": parts.memory * kept,
+        "link_bytes_per_s": NCCL,
+        "network_bytes_per_s": NCCL,
+    }
+    values = vars(device) | {name: part * getattr(device, name) for name, part in reached.items()}
+    values |= {"parts": parts, "kernel": kernel, "recipe": recipe, "imbalance": imbalance}
+    return Rates(**values, fused=FUSED if is_compiled else 1.0)
+
+
+def rates_of(job: ResolvedJob, device: Device, imbalance: float = 1.0) -> Rates:
+    """Return the rates of a job on the device."""
+    config = job.config
+    is_flash = config.training.attention_kernel == "flash" or config.training.deterministic
+    return estimated(
+        device,
+        is_compiled=config.compile.is_on,
+        is_shared=job.dims.num_ranks > 1,
+        kernel="flash" if is_flash else "",
+        recipe=config.float8.recipe_name,
+        imbalance=imbalance,
+    )
 
 
 def error_of_time(device: Device) -> float | None:

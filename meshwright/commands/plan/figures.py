@@ -9,12 +9,15 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from meshwright.commands.plan.devices import ATTENTION, COLLECTIVE_S, LAUNCH_S, MATMUL, Rates
+from meshwright.commands.plan.devices import CAST, COLLECTIVE_S, FLOAT8, LAUNCH_S, Rates
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Record
 from meshwright.commands.plan.simulate import Simulation
-from meshwright.commands.plan.trace import FORWARD, UPDATE, TraceEntry, ranks_in_node
+from meshwright.commands.plan.trace import FORWARD, LOSS, UPDATE, TraceEntry, ranks_in_node
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.train.resolve import ResolvedJob
+
+COMPILED = ("layers.", LOSS)
+"""Beginnings of names of modules whose pointwise operators are compiled with their neighbors."""
 
 POINTS = 400
 """Of the curve."""
@@ -155,12 +158,21 @@ def entry_seconds(entry: TraceEntry, device: Rates) -> float:
     if entry.axis:
         width = ring_width(entry.ranks, device, is_message=entry.name == "send")
         return COLLECTIVE_S + entry.sent_bytes / width
-    flops, num_bytes = float(entry.flops), float(entry.num_bytes)
+    flops, num_bytes, parts = float(entry.flops), float(entry.num_bytes), device.parts
+    cast_bytes = 0.0
     if "attention" in entry.name:
-        flops *= entry.pairs / (ATTENTION / MATMUL)
-    elif not flops and entry.at.module.startswith("layers.") and not entry.is_fsdp:
+        kernel = "flash" if "flex" in entry.name else device.kernel
+        reached = parts.attention(kernel, entry.head_width)["backward" in entry.name]
+        flops *= entry.pairs * parts.matmul / reached
+    elif "grouped" in entry.name:
+        flops *= parts.matmul / parts.grouped
+    elif entry.is_float8:
+        flops *= parts.matmul / (2 * FLOAT8[device.recipe])
+        cast_bytes = CAST * entry.read_bytes
+    elif not flops and not entry.is_fsdp and entry.at.module.startswith(COMPILED):
         num_bytes *= device.fused
-    return max(flops / device.peak(entry.dtype), num_bytes / device.bytes_per_s, LAUNCH_S)
+    seconds = max(flops / device.peak(entry.dtype), num_bytes / device.bytes_per_s, LAUNCH_S)
+    return seconds + cast_bytes / device.bytes_per_s
 
 
 def ring_width(ranks: range, device: Rates, *, is_message: bool = False) -> float:

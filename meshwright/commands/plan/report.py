@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.commands.options import write_output
 from meshwright.commands.plan import devices, figures
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, error_of_time
+from meshwright.commands.plan.devices import GIB, Device, error_of_time, parts_of
 from meshwright.commands.plan.figures import StepTime
 from meshwright.commands.plan.predict import Need, find_remedies, telling_ranks
 from meshwright.commands.plan.simulate import plan_job, simulate, worst_imbalance
@@ -36,8 +36,7 @@ def plan(config: JobConfig, given: Namespace, device: Device) -> str:
     worst = math.floor(1000 * worst_imbalance(job)) / 1000
     rule = f"experts of a rank of this job get at most {worst} times the mean of rows"
     check(given.imbalance <= worst, "--imbalance", given.imbalance, rule, f"--imbalance {worst}")
-    is_on = job.config.compile.is_on
-    rates = devices.estimated(device, is_compiled=is_on, imbalance=given.imbalance)
+    rates = devices.rates_of(job, device, given.imbalance)
     ranks = telling_ranks(job) if given.rank is None else [given.rank]
     if given.all_stages:
         ranks = [*job.dims.first_ranks]
@@ -149,7 +148,7 @@ def to_json(
         **{f"{kind}_bytes": shown.peak.by_purpose[kind] for kind in kinds},
         "step_seconds": time and time.seconds,
         "step_seconds_error": time and error_of_time(device),
-        "step_seconds_source": SOURCE if time else "",
+        "step_seconds_source": parts_of(device).source if time else "",
         "mfu": time and mfu(resolved, device, time.seconds),
         "mfu_causal": time and mfu(resolved, device, time.seconds, is_causal=True),
         "fits": shown.verdict == "fits",
@@ -250,7 +249,7 @@ def _time_lines(resolved: ResolvedJob, time: StepTime | None, device: Device) ->
         f"step: {time.seconds:.4g} s{error}, {tokens / time.seconds:,.0f} tokens/s per rank, "
         f"{100 * mfu(resolved, device, time.seconds):.1f} % MFU "
         f"({100 * mfu(resolved, device, time.seconds, is_causal=True):.1f} % with half of "
-        f"attention's pairs): {SOURCE}{unlike}",
+        f"attention's pairs): {parts_of(device).source}{unlike}",
         f"  exposed communication {time.exposed_s:.3g} s, "
         f"pipeline bubble {100 * time.bubble:.1f} %",
     ]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from meshwright.commands.plan import devices
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates
+from meshwright.commands.plan.devices import GIB, Device, Rates
 from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
 from meshwright.commands.plan.predict import at_depth, need_of, period
 from meshwright.commands.plan.simulate import plan_job, simulate
@@ -276,9 +276,7 @@ def search(config: JobConfig, given: Namespace, device: Device) -> str:
     rule = "the model has no experts"
     is_used = given.imbalance == 1 or job.model_args.table.mixtures
     check(bool(is_used), "--imbalance", given.imbalance, rule, "leave it out")
-    rates = devices.estimated(
-        device, is_compiled=job.config.compile.is_on, imbalance=given.imbalance
-    )
+    rates = devices.rates_of(job, device, given.imbalance)
     found = find(config, given.world_size, rates, given.workers)
     return json.dumps(asdict(found), indent=1) if given.json else to_text(found)
 
@@ -318,7 +316,7 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
         len(fitting) - len(queue),
         [one for one, _ in found],
         time.perf_counter() - start,
-        SOURCE,
+        device.parts.source,
         tomli_w.dumps(differing(config, found[0][1])),
     )
 

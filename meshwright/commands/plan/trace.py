@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -163,6 +163,10 @@ SENT = {"broadcast": 1, "send": 1, "recv": 0}
 """Times that a rank of n sends the larger tensor; in rings, (n - 1) / n of it."""
 
 
+MOVES_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "unsafe_view")
+"""Operators that neither read nor write, though their schemas don't say so."""
+
+
 @dataclass(frozen=True)
 class TraceEntry:
     """One operator of this rank, or one collective or message."""
@@ -186,6 +190,12 @@ class TraceEntry:
     whichever is more."""
     pairs: float = 1.0
     """Part of the pairs that a kernel of attention computes of those in `flops`."""
+    head_width: int = 0
+    """Of a kernel of attention."""
+    is_float8: bool = False
+    """It is a product of a layer that multiplies in float8; here in bf16."""
+    read_bytes: int = 0
+    """Of a product's operands."""
 
 
 @cache
@@ -197,8 +207,11 @@ def ranks_in_node(ranks: range, per_node: int) -> int:
 class Trace:
     """The operators and collectives of a step, in the order of the program."""
 
-    def __init__(self, meshes: Meshes, scope: Scope) -> None:
+    def __init__(
+        self, meshes: Meshes, scope: Scope, float8_layers: Collection[str] = frozenset()
+    ) -> None:
         self._groups, self._scope = _axes(meshes), scope
+        self._float8_layers = float8_layers
         self.entries: list[TraceEntry] = []
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -206,17 +219,23 @@ class Trace:
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self._see_collective(func, args, output)
             return
-        if _is_view(func):
+        name = getattr(func, "__name__", str(func)).partition(".")[0]
+        if _is_view(func) or name.lstrip("_") in MOVES_NOTHING:
             return
         outputs = [x for x in torch_names.tree_iter(output) if isinstance(x, Tensor)]
         leaves = {id(x): x for x in torch_names.tree_iter((args, kwargs, output))}.values()
         first = next((x for x in outputs if x.is_floating_point()), None)
-        name = getattr(func, "__name__", str(func)).partition(".")[0]
         size = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
         flops = _flops(func, args, kwargs, output)
         dtype = str(first.dtype if first is not None else "").removeprefix("torch.")
-        scope, pairs = self._scope, _pairs(func, args, kwargs)
-        entry = TraceEntry(name, scope.moment, scope.is_fsdp, size, flops, dtype, pairs=pairs)
+        scope, heads = self._scope, _heads(args) if "attention" in name else []
+        entry = TraceEntry(
+            *(name, scope.moment, scope.is_fsdp, size, flops, dtype),
+            pairs=_pairs(func, args, kwargs),
+            head_width=heads[0].shape[3] if heads else 0,
+            is_float8=flops > 0 and scope.module in self._float8_layers,
+            read_bytes=size - sum(x.numel() * x.element_size() for x in outputs) if flops else 0,
+        )
         self.entries.append(entry)
 
     def _see_collective(self, func: Any, args: Any, output: Any) -> None:
