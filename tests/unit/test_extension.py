@@ -593,7 +593,11 @@ seq_len = 256
     given = [str(toml), "--training.global_batch_size=8", "--training.seq_len=128"]
     resolved(load_config([*given, *words(tmp_path, code)]), 1)
     assert note.read_text().split() == ["0"]
-    toml.write_text(stages + "dataset = 'mine'\nmax_documents = 3000\n")
     note.unlink()
-    resolved(load_config([*given, *words(tmp_path, code)]), 1)
-    assert note.read_text().split() == ["0", "3000"]
+    other = (
+        "--validation.enable=true",
+        "--validation.dataset=mine",
+        "--validation.max_documents=9",
+    )
+    resolved(load_config([*given, *words(tmp_path, code, *other)]), 1)
+    assert note.read_text().split() == ["0", "9"]

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.compare import compare
 from meshwright.commands.prove.compare_records import compare_records
 from meshwright.commands.prove.measurement import COMPARED, Measurement, Reference, ShardComparison
+from meshwright.commands.prove.metric_slack import WatchedMetrics
 from meshwright.commands.prove.properties import Property
 from meshwright.commands.prove.prove import Row, _why_not
 from meshwright.commands.prove.report import cells, summary, write
@@ -22,6 +24,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from meshwright.train.metric_table import METRICS, Metric
+from meshwright.train.own_metrics import OwnMetrics
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.cli import command
 
@@ -327,6 +330,37 @@ def test_a_metric_of_yours_is_compared_where_nothing_is_rounded(monkeypatch) -> 
     assert not compare_records(wanted, [off], sums=1e-4, later_sums=1e-4, own=math.inf)
     off[0]["zeros"] = math.nan
     assert compare_records(wanted, [off], sums=1e-4, later_sums=1e-4, own=math.inf)
+
+
+def test_a_metric_whose_sum_cancels_has_the_rounding_of_its_summands(monkeypatch) -> None:
+    def measure(parts, options) -> torch.Tensor:
+        sums = [shard.gradient.sum() for shard in parts.shards]
+        tokens = sum(batch.tokens.numel() for batch in parts.batches)
+        return torch.stack([sum(sums, torch.zeros(())), torch.tensor(float(tokens))])
+
+    monkeypatch.setitem(METRICS, "mean", Metric(measure, lambda sums, _: sums[0] / sums[1]))
+    count = Metric(lambda parts, _: torch.tensor([len(parts.shards)]))
+    monkeypatch.setitem(METRICS, "count", count)
+    weight = torch.nn.Parameter(torch.zeros(16, 4))
+    weight.grad = torch.full((16, 4), 500.0)
+    weight.grad[8:] = -500.0
+    weight.grad[0, 0] += 0.25  # so that 16,000 and -16,000 leave 1/4
+    model = Mock(named_parameters_once=lambda: [("weight", weight)])
+    meshes = Mock(**{"tp.get_local_rank.return_value": 0, "pp.get_local_rank.return_value": 0})
+    batch = Mock(tokens=torch.zeros(2, 5))
+    watched = WatchedMetrics(OwnMetrics({}))
+    sums = watched.measure(model, [batch], meshes, torch.device("cpu"))
+    results = watched.results(sums)
+    assert float(results["mean"]) == pytest.approx(0.025)
+    # of the sum 32,000.25 over 10 tokens, and of the tokens what the result has
+    assert watched.slack["mean"] == pytest.approx(3200.05, rel=1e-3)
+    assert watched.slack["count"] == 0
+    wanted, off = [[{"step": 1.0, "mean": value}] for value in (0.025, 0.026)]
+    bounds = {"sums": 1e-6, "later_sums": 1e-6, "own": 1e-6}
+    assert compare_records(wanted, [off], **bounds)
+    assert not compare_records(wanted, [off], **bounds, slack=[watched.slack])
+    off[0]["mean"] = 0.03
+    assert compare_records(wanted, [off], **bounds, slack=[watched.slack])
 
 
 def test_an_error_that_is_no_number_is_the_worst() -> None:

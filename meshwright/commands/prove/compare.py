@@ -141,6 +141,7 @@ def _compare_metrics(
         sums=max(gradient, bounds.grad_norm),
         later_sums=bounds.later_grad_norm if is_fp32 else math.inf,
         # a user's function of rounded numbers, for example a count of zeros, has no bound
+        slack=reference.seen.slack,
         own=bounds.grad_norm if bounds == BOUNDS["fp32"] else math.inf,
     )
     verdict.failures += lines

@@ -33,6 +33,7 @@ def compare_records(
     sums: float,
     later_sums: float,
     own: float,
+    slack: Sequence[Mapping[str, float]] = (),
 ) -> list[str]:
     """Return a line for each metric that differs: where it first does.
 
@@ -41,20 +42,26 @@ def compare_records(
         ranks: of every rank.
         sums, later_sums: relative errors up to which `SUMS` are equal at step 1, and later.
         own: the same of metrics of a user's module.
+        slack: of these, by step: sizes that `own` is relative to as well, since sums may cancel.
     """
     found = dict[str, str]()
     for rank, records in enumerate(ranks):
-        for want, got in zip(wanted, records, strict=True):
+        for number, (want, got) in enumerate(zip(wanted, records, strict=True)):
+            sizes = slack[number] if slack else {}
             bound = sums if want is wanted[0] else later_sums
             bounds = dict.fromkeys(METRICS, own)
             bounds |= {name: bound for name in want.keys() | got.keys() if name.startswith(SUMS)}
-            for name, line in _differences(want, got, len(ranks), bounds):
+            for name, line in _differences(want, got, len(ranks), bounds, sizes):
                 found.setdefault(name, f"{line} at step {want['step']} on rank {rank}")
     return [*found.values()]
 
 
 def _differences(
-    want: Record, got: Record, num_devices: int, bounds: Mapping[str, float]
+    want: Record,
+    got: Record,
+    num_devices: int,
+    bounds: Mapping[str, float],
+    sizes: Mapping[str, float],
 ) -> Iterator[tuple[str, str]]:
     """Yield the names of metrics that differ, and how."""
     for name in sorted(want.keys() | got.keys()):
@@ -65,7 +72,8 @@ def _differences(
         if name in PER_DEVICE:
             wanted, bound = wanted / num_devices, ROUNDING
         # an infinite bound times zero is NaN, within which nothing lies
-        limit = bound * abs(wanted) if bound < math.inf else math.inf
+        size = max(abs(wanted), sizes.get(name, 0.0))
+        limit = bound * size if bound < math.inf else math.inf
         is_equal = figure == wanted or abs(figure - wanted) <= limit
         if not is_equal:
             yield name, f"{name}: {figure:.7g} instead of {wanted:.7g}"

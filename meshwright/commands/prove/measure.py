@@ -22,6 +22,7 @@ from meshwright.commands.prove.measurement import (
     Measurement,
     ShardComparison,
 )
+from meshwright.commands.prove.metric_slack import WatchedMetrics
 from meshwright.commands.prove.reductions import narrower, watch_reductions
 from meshwright.commands.prove.router_accounting import RouterAccounting
 from meshwright.commands.prove.weights import in_short_chunks
@@ -86,6 +87,9 @@ class _Measuring:
         torch.compiler.reset()
         self._job = ProofJob(config, world_size, root)
         self._config = self._job.resolved.config
+        self._watched = WatchedMetrics(self._job.trainer.own_metrics)
+        if world_size == 1:
+            self._job.trainer.own_metrics = self._watched
         self._reductions = watch_reductions(self._job.model.stages)
         self._accounting = RouterAccounting(self._config.experts.bias_update_rate)
         self._replays = list[Replay]()
@@ -128,6 +132,7 @@ class _Measuring:
         self.result.losses.append(record.pop("loss/train"))
         self.result.grad_norms.append(record.pop("optim/grad_norm"))
         self.result.records.append(record)
+        self.result.slack.append(self._watched.slack)
 
     def _keeping_gradients(self, step: int) -> AbstractContextManager[None]:
         kinds = {1: "gradients"}

@@ -59,6 +59,8 @@ class Measurement:
     """Differences, to the bit, between the resumed job and the one that continued."""
     resumed_samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """As `samples`, of the steps after the resume."""
+    slack: list[dict[str, float]] = field(default_factory=list)
+    """Of one process and each step, by metric of the user's module: `WatchedMetrics.slack`."""
 
 
 @dataclass(frozen=True)
