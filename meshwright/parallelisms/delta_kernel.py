@@ -138,13 +138,15 @@ def _(
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Differentiate inside of an operator, which torch calls with these keys excluded."""
-    key, c = torch._C.DispatchKey, torch._C
-    excluded = c._dispatch_tls_local_exclude_set()
-    for one in (key.AutogradOther, key.AutogradNestedTensor, key.AutogradFunctionality):
-        excluded = excluded.remove(one)
-    included = c._dispatch_tls_local_include_set().add(key.ADInplaceOrView)
-    with c._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+    """Differentiate inside of an operator, where torch excludes the keys of autograd."""
+    key, include = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    # autocast stays excluded: it would round fp32
+    with (
+        include(key.AutogradFunctionality, False),
+        include(key.AutogradOther, False),
+        include(key.AutogradNestedTensor, False),
+        torch.enable_grad(),
+    ):
         yield
 
 
