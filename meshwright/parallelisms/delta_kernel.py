@@ -140,7 +140,8 @@ def _(
 def _autograd() -> Iterator[None]:
     """Differentiate inside of an operator, where torch excludes the keys of autograd."""
     key, include = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
-    # autocast stays excluded: it would round fp32
+    # private: without it the first backward of the kernel raises AttributeError. Autocast stays
+    # excluded: it would round fp32
     with (
         include(key.AutogradFunctionality, False),
         include(key.AutogradOther, False),
