@@ -270,7 +270,10 @@ def _say_done(resolved: ResolvedJob) -> None:
     if step < steps:
         key, what = "training.max_epochs", f"step {step}, where the data ends"
     words = "nothing to do: %s holds %s. To train further, raise %s; to start over, use another "
-    logger.info(words + "job.dump_folder.", resolved.checkpoint_folder, what, key)
+    words += "job.dump_folder."
+    if -1 < resolved.config.checkpoint.rewind_to < step:
+        words += " checkpoint.rewind_to went back already; to go back again, name another step."
+    logger.info(words, resolved.checkpoint_folder, what, key)
 
 
 def _set_values(

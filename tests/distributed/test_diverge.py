@@ -7,6 +7,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -244,6 +245,27 @@ def test_an_interval_is_replayed_for_a_large_difference_behind_a_small_one(
     others = [OtherStep(5, ["loss"], 2e-6), OtherStep(40, ["loss"], 0.1)]
     assert comparison._of_steps(others).kind == "run"
     assert taken == [5, 40]
+
+
+def test_without_sums_of_bits_in_between_the_step_is_one_of_several(base: Path) -> None:
+    """A bit may change no loss for some steps, and the weights' bits are in logged steps only."""
+    said = list[str]()
+    rows = {1: {"weights": []}, 7: {}, 8: {"weights": []}}
+    run = Mock(steps=rows, groups=["x"])
+    comparison = _comparison(base, a=run, b=run, say=lambda _, text: said.append(text))
+    other = OtherStep(8, ["loss"], 1e-3)
+    for begin, words in ((4, "in one of steps 5 to 8, first"), (7, "in step 8, first")):
+        assert words in comparison._went_wrong("B", other, begin, []).text
+    comparison._say_records([other], [1, 7, 8])
+    rows[7]["weights"] = []
+    comparison._say_records([other], [1, 7, 8])
+    comparison._say_records([other], [8])
+    assert "in step 8, first" in comparison._went_wrong("B", other, 4, []).text
+    assert [text.partition(";")[0] for text in said] == [
+        "equal losses and norms to step 7",
+        "equal bits to step 7",
+        "first other bits in step 8: loss (1.0e-03)",
+    ]
 
 
 def test_steps_are_taken_again_from_a_checkpoint_that_both_have(base: Path, monkeypatch) -> None:

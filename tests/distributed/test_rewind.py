@@ -136,6 +136,9 @@ def test_a_run_goes_back_once_and_on_without_the_samples_on_any_mesh(tmp_path: P
     starts = [row["step"] for row in records(tmp_path, "history") if row["event"] == "start"]
     assert starts == [0, 5, 12]
     assert {step: losses(tmp_path)[step] for step in second} == second
+    ended = train_alone(tmp_path, *back, "--training.steps", 14)
+    assert "nothing to do" in ended.stdout
+    assert "went back already; to go back again, name another step" in ended.stdout
     done = train_alone(tmp_path, *keep, "--checkpoint.rewind_to", 2, code=2)
     assert "checkpoint.rewind_to = 2: no checkpoint in" in done.stderr
 

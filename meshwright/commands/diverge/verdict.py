@@ -165,12 +165,19 @@ class Comparison:
             self.say("2 records", f"equal bits in {numbered(len(common), 'step')}")
             return
         first, most = others[0], max(others, key=lambda one: one.largest)
-        before = f"equal bits to step {first.step - 1}; " if first.step > common[0] else ""
+        last = max((step for step in common if step < first.step), default=None)
+        what = "bits" if last in self._with_sums() else "losses and norms"
+        before = "" if last is None else f"equal {what} to step {last}; "
         size = f" ({first.largest:.1e})" if first.largest else ""
         text = f"{before}first other bits in step {first.step}: {', '.join(first.names[:3])}{size}"
         self.say("2 records", text)
         if most is not first:
             self.say("2 records", f"at most {most.largest:.1e}, in step {most.step}")
+
+    def _with_sums(self) -> set[int]:
+        """Return the steps of which both records have the sums of bits."""
+        a, b = ({s for s, row in run.steps.items() if "weights" in row} for run in (self.a, self.b))
+        return a & b
 
     # 3 checkpoints
 
@@ -247,7 +254,7 @@ class Comparison:
             else:
                 found = self._retake(replays, begin, last)
                 if found is None:
-                    return self._one_of(other)
+                    return self._one_of(other, begin)
                 if self._is_crossed and last > begin + 1 and not (found.crossed or found.value):
                     # what changes the update of the last step shows in no loss or norm of it
                     found = replays.on_one_process(last, is_crossed=True)
@@ -265,7 +272,8 @@ class Comparison:
             return Verdict("code", text + hint, named, step=last)
         if not (run or self._expects_bits):
             return Verdict("unexplained", "neither record comes back: this isn't their machine")
-        return self._went_wrong(run, other, apart or self._elements(later, other), flips)
+        apart = apart or self._elements(later, other)
+        return self._went_wrong(run, other, begin, apart, flips)
 
     def _bits(
         self, replays: Replays, begin: int, last: int, later: int | None, apart: Sequence[Element]
@@ -291,11 +299,19 @@ class Comparison:
         return (a, b), flips
 
     def _went_wrong(
-        self, run: Which, first: OtherStep, apart: Sequence[Element], flips: Sequence[Flip] = ()
+        self,
+        run: Which,
+        first: OtherStep,
+        begin: int,
+        apart: Sequence[Element],
+        flips: Sequence[Flip] = (),
     ) -> Verdict:
-        """Return the verdict on a run that doesn't come back, with the element, if it's clear."""
+        """Return the verdict on a run that doesn't come back, with the element, if it's clear. No
+        flip tells the step: a changed bit may show in no loss before the next sums of bits."""
         text = f"the arithmetic of {f'run {run}' if run else 'one run'} went wrong by itself"
-        text += f" in step {first.step}"
+        since = max((begin, *(step for step in self._with_sums() if step < first.step))) + 1
+        is_one = flips or since >= first.step
+        text += f" in step {first.step}" if is_one else f" in one of steps {since} to {first.step}"
         why = "; config, code and data are innocent"
         is_known = 0 < len(first.groups) < len(self.a.groups)
         lone = None if flips else lone_element(apart, is_known=is_known)
@@ -315,11 +331,11 @@ class Comparison:
         names = [place.parameter, place.value]
         return Verdict("tensor", text, names, run, first.step, place.index, place.rank, host, gpu)
 
-    def _one_of(self, other: OtherStep) -> Verdict | None:
+    def _one_of(self, other: OtherStep, begin: int) -> Verdict | None:
         """Return the verdict where nothing can be replayed; None: it may be rounding."""
         named = self._names("key", "data", "code")
         if self._expects_bits:
-            return self._went_wrong("", other, [])
+            return self._went_wrong("", other, begin, [])
         if other.largest <= self._limit:
             return None
         if not named:

@@ -124,7 +124,8 @@ def _of_samples(table: SampleTable, step: int) -> Iterator[str]:
         return
     if table.norm_without is not None:
         names = ", ".join(str(sample.index) for sample in out)
-        yield f"without samples {names} the gradient norm would be {table.norm_without:.4g}"
+        samples = "samples" if len(out) > 1 else "sample"
+        yield f"without {samples} {names} the gradient norm would be {table.norm_without:.4g}"
     told = set[str]()
     for sample in out:
         part = sample.documents[0]
