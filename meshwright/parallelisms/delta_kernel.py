@@ -1,8 +1,8 @@
 """Linear attention on GPUs by the kernel of fla (flash-linear-attention), where it is installed."""
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -72,7 +72,7 @@ def why_missing() -> str:
     except (ImportError, RuntimeError, ValueError, AttributeError, OSError) as error:
         return f"fla cannot be imported: {error}"
     version = str(getattr(importlib.import_module("fla"), "__version__", "0.0"))
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:  # of "0.6rc1" as well
         return f"fla {version} is older than {'.'.join(map(str, OLDEST))}"
     return ""
 
@@ -136,21 +136,6 @@ def _(
     return v.new_empty(v.shape)
 
 
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Differentiate inside of an operator, where torch excludes the keys of autograd."""
-    key, include = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
-    # private: without it the first backward of the kernel raises AttributeError. Autocast stays
-    # excluded: it would round fp32
-    with (
-        include(key.AutogradFunctionality, False),
-        include(key.AutogradOther, False),
-        include(key.AutogradNestedTensor, False),
-        torch.enable_grad(),
-    ):
-        yield
-
-
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -163,11 +148,14 @@ def delta_rule_backward(
     decay: Tensor,
     strength: Tensor,
     documents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return the gradients of the first five inputs. It computes forward again: fla's public
     function keeps what backward needs in torch's graph alone, and other names change with its
     versions."""
-    with _autograd():
+    # torch excludes autograd inside of an operator. The guard is private: without it the first
+    # backward raises AttributeError. Autocast stays excluded: it would round fp32
+    key, include = torch._C.DispatchKey.AutogradFunctionality, torch._C._SetExcludeDispatchKeyGuard
+    with include(key, False), torch.enable_grad():
         leaves = tuple(x.detach().requires_grad_() for x in (q, k, v, decay, strength))
         found = torch.autograd.grad(_compute(leaves, documents), leaves, grad)
     return cast(Gradients, tuple(x.contiguous() for x in found))

@@ -135,6 +135,8 @@ def test_a_package_that_is_missing_old_or_broken_is_named(monkeypatch) -> None:
     assert "pip install fla-core" in line
     fake_fla.install(monkeypatch, "0.4.2")
     assert "fla 0.4.2 is older than 0.5" in on_a_gpu(NEXT, BF16)[1]
+    fake_fla.install(monkeypatch, "0.6rc1")
+    assert on_a_gpu(NEXT, BF16)[1] == "linear attention: fla 0.6rc1"
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", ModuleType("empty"))
     assert "fla cannot be imported: module 'empty' has no" in on_a_gpu(NEXT, BF16)[1]
 

@@ -462,6 +462,14 @@ def test_a_run_whose_folder_a_living_job_has_is_not_judged(lab, capsys, monkeypa
             "[random]\ncount = 2\noptimizer.lr = {log = [1e-4, 1e-2]}",
             'is a table, and no key of a config\n.*put quotes around the key: "optimizer.lr" =',
         ),
+        (
+            "[random]\ncount = 2\nmodel.args.dim = [64, 128]",
+            'put quotes around the key: "model.args.dim" =',
+        ),
+        (
+            '[random]\ncount = 2\n"optimizer.lr" = {loguniform = [1e-4, 1e-2]}',
+            "isn't a range to draw from",
+        ),
         ("[arms.a]\n'optimizer.lr' = 2024-01-01", r"lab.toml:6: a: optimizer.lr = .*valid number"),
         ("[common]\n'optimizer.lr' = 2024-01-01", r"lab.toml:6: base: optimizer.lr = .*valid numb"),
         ("[common.training]\nsteps = 4", "lab.toml:6: common.training.steps = 4: can't vary here"),

@@ -371,9 +371,12 @@ def _draw(draw: random.Random, place: str, written: Any) -> Any:
             return float(f"{draw.uniform(low, high):.3g}")
         case {"int": [int() as low, int() as high]} if low < high:
             return draw.randint(low, high)
-    if isinstance(written, dict) and not written.keys() & {"log", "uniform", "int"}:
-        name = f"{place.removeprefix('random.')}.{next(iter(written), 'key')}"
-        fix = f'put quotes around the key: "{name}" = ...'
+    names, inner = [place.removeprefix("random.")], written
+    while isinstance(inner, dict) and inner and not inner.keys() & {"log", "uniform", "int"}:
+        name, inner = next(iter(inner.items()))
+        names.append(name)
+    if "." not in names[0] and len(names) > 1:
+        fix = f'put quotes around the key: "{".".join(names)}" = ...'
         raise config_error(place, written, "is a table, and no key of a config", fix)
     fix = "write [a, b], {log = [a, b]} of positive numbers, {uniform = [a, b]} or {int = [a, b]}"
     raise config_error(place, written, "isn't a range to draw from", fix)
