@@ -17,6 +17,7 @@ SUMS = (
     "loss/mtp_",
     "experts/entropy",
     "experts/balance_",
+    "experts/bias_range",
     "experts/sequence_",
     "experts/r",
 )
