@@ -37,7 +37,7 @@ COMMON = {
     "validation.enable": "false",
     "metrics.log_freq": 1,
 }
-NONE, SELECTIVE, FULL = (f"--activation_checkpoint.mode={x}" for x in ("none", "selective", "full"))
+NONE, SELECTIVE = (f"--activation_checkpoint.mode={x}" for x in ("none", "selective"))
 CUT_8B = f"--model.flavor=llama3_8b --model.args.n_layers=6 {SELECTIVE}"
 FLOAT8 = "--float8.enable=true --float8.recipe_name"
 AUTORESEARCH = (
@@ -103,7 +103,7 @@ JOBS = {
     "Llama 3 8B whole, all in bf16": Job(
         8192, 1, f"--model.flavor=llama3_8b --training.dtype=bfloat16 {SELECTIVE}"
     ),
-    "50M shape of autoresearch": Job(2048, 128, AUTORESEARCH, 2),
+    "34M shape like autoresearch's": Job(2048, 128, AUTORESEARCH, 2),
 }
 JOBS["Llama 3.2 1B, S 8192"] = Job(8192, 4, JOBS["Llama 3.2 1B, S 8192"].words, 1, (57590, 55.3))
 
@@ -180,9 +180,8 @@ def show(names: Sequence[str]) -> None:
             print(f"| {name} | {speeds} | {one.gib:.1f} | {gib} | {one.gib / gib:.2f} |")
 
 
-def run(names: Sequence[str], folder: Path) -> int:
+def run(names: Sequence[str], word: str, folder: Path) -> int:
     """Run the jobs on this GPU, and print each beside its prediction; return how many failed."""
-    word = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
     print("| job | tokens/s | planned | ratio | GiB | planned | ratio |")
     print("|---|---|---|---|---|---|---|", flush=True)
     failed = 0
@@ -216,7 +215,11 @@ def main() -> None:
     if given.run:
         if not torch.cuda.is_available():
             parser.error("--run needs a GPU, and torch sees none")
-        sys.exit(run(names, given.folder) > 0)
+        gpu = torch.cuda.get_device_name()
+        word = next((word for word in DEVICES if word.upper() in gpu), None)
+        if word is None:
+            parser.error(f"{gpu} has no predictions: --run needs an H100 or an H200")
+        sys.exit(run(names, word, given.folder) > 0)
     show(names)
 
 

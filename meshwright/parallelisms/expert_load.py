@@ -28,17 +28,19 @@ class Balance:
         return {number: load.tolist() for number, load in self._loads.items()}
 
     @torch.no_grad()
-    def sums(self, device: torch.device, copies: int) -> Tensor:
+    def sums(self, device: torch.device, *, tells_biases: bool = True) -> Tensor:
         """(layers with experts, 5) fp32, this rank's summands of metrics; dense models have none.
 
         Args:
-            copies: ranks that have the same layers.
+            tells_biases: whether the range of biases is this rank's to tell. One of the ranks
+                with the same layers does: a sum of its parts would be rounded.
         """
         found = torch.zeros(len(self._specs), 5, device=device)
         for row, number in zip(found, self._specs, strict=True):
             if (mixture := self._mixtures.get(number)) is not None:
                 row[:4] = mixture.figures
-                row[4] = (mixture.bias.max() - mixture.bias.min()) / copies
+                if tells_biases:
+                    row[4] = mixture.bias.max() - mixture.bias.min()
         return found
 
     @torch.no_grad()

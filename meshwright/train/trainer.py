@@ -187,8 +187,8 @@ class Trainer:
         mark("communication")
         # one all-reduce for all that is added up: each more would cost its latency at every step;
         # ranks of a tp group have the same loss; ranks without the last stage have none
-        balance, copies = model.balance, meshes.world.size() // meshes.pp.size()
-        of_model = balance.sums(loss.device, copies)
+        tells_biases = meshes.stage.get_local_rank() == 0
+        of_model = model.balance.sums(loss.device, tells_biases=tells_biases)
         of_depths = model.take_mtp_losses(loss.device) / meshes.tp.size()
         own_metrics = self.own_metrics.measure(model, batches, meshes, loss.device)
         loss, squares, of_model, of_depths, *own_metrics = summed(
@@ -207,7 +207,7 @@ class Trainer:
         mtp = zip(range(1, len(of_depths) + 1), of_depths / num_future, strict=True)
         figures = {
             **{f"loss/mtp_{depth}": mean for depth, mean in mtp},
-            **balance.after_step(of_model, skip_update),
+            **model.balance.after_step(of_model, skip_update),
             **self.own_metrics.results(own_metrics),
             **clipped,
         }

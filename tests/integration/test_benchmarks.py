@@ -31,7 +31,7 @@ CASES = {  # words, and what the output has
     "records": (["--steps=4"], r"log_freq = 10: \d.*\na line of every_step: \d.* ms\n"),
     "replay": (["--steps=2", "--repeats=1"], r"apart\n2 steps: \d.* s of a processor, \d.* s\n"),
     "sentry": (["--pairs=2", "--model.args.n_layers=1"], r"at interval = 100: \d\.\d\d %\n$"),
-    "gpu_prediction": (["50M shape of autoresearch"], r"H200(.*\n)*\| 50M .* \| 524,288 \| \d"),
+    "gpu_prediction": (["34M shape like autoresearch's"], r"H200(.*\n)*\| 34M .* \| 524,288 \| \d"),
     "gpu_speed": (["{folder}", "--tiny", "--jobs"], r"\d  memory, GB/s\n"),
 }
 

@@ -6,10 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config.loader import load_config
 from meshwright.models.decoder import Decoder
 from meshwright.models.delta_net import DeltaCore
+from meshwright.models.delta_rule import CHUNK
 from meshwright.parallelisms import activation_checkpoint
 from meshwright.parallelisms.delta_kernel import apply_delta_kernel, delta_rule, recur
 from meshwright.parallelisms.initialize import initialize
@@ -113,6 +115,7 @@ NEXT = "--model.name=qwen3_next"
         (["--sentry.interval=5"], "sentry.interval compares bits"),
         (["--parallelism.context_parallel_degree=2"], "no map of a rank's two chunks"),
         (["--training.mixed_precision_param=float32"], "would round float32"),
+        (["--model.args.linear_key_head_dim=256"], ""),
         (["--model.args.linear_key_head_dim=272"], "at most 256 numbers, not 272"),
     ],
 )
@@ -135,10 +138,31 @@ def test_a_package_that_is_missing_old_or_broken_is_named(monkeypatch) -> None:
     assert "pip install fla-core" in line
     fake_fla.install(monkeypatch, "0.4.2")
     assert "fla 0.4.2 is older than 0.5" in on_a_gpu(NEXT, BF16)[1]
+    fake_fla.install(monkeypatch, "0.5.0")
+    assert on_a_gpu(NEXT, BF16)[1] == "linear attention: fla 0.5.0"
     fake_fla.install(monkeypatch, "0.6rc1")
     assert on_a_gpu(NEXT, BF16)[1] == "linear attention: fla 0.6rc1"
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", ModuleType("empty"))
     assert "fla cannot be imported: module 'empty' has no" in on_a_gpu(NEXT, BF16)[1]
+
+
+def test_the_plan_counts_the_products_of_a_chunk(monkeypatch) -> None:
+    fake_fla.install(monkeypatch)
+    k, v, scores = torch.randn(CHUNK, 48), torch.randn(CHUNK, 80), torch.randn(CHUNK, CHUNK)
+    state = torch.randn(48, 80)
+    with FlopCounterMode(display=False) as products:
+        for left, right in ((k, k.mT), (k, k.mT), (scores, k), (scores, v), (scores, v)):
+            left @ right  # keys, queries; what is read, written, and seen of the chunk
+        for left, right in ((k, state), (k, state), (k.mT, v)):
+            left @ right  # keys and queries with the state, and the next state
+    heads = [x.view(1, CHUNK, 1, -1).requires_grad_() for x in (k, k.clone(), v)]
+    of_tokens = [torch.zeros(1, CHUNK, 1, requires_grad=True) for _ in range(2)]
+    with FlopCounterMode(display=False) as counted:
+        out = delta_rule(*heads, *of_tokens, None)
+    assert counted.get_total_flops() == products.get_total_flops()
+    with FlopCounterMode(display=False) as counted:  # forward again, and twice as much
+        out.sum().backward()
+    assert counted.get_total_flops() == 3 * products.get_total_flops()
 
 
 def test_other_models_and_cpus_say_nothing(monkeypatch) -> None:

@@ -276,7 +276,7 @@ def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> No
     for skip_update in (True, False):
         model(torch.randint(131, (2, 16))).sum().backward()
         counts = {n: mixture.counts.clone() for n, mixture in model.mixtures().items()}
-        sums = balance.sums(torch.device("cpu"), 1)
+        sums = balance.sums(torch.device("cpu"))
         figures = balance.after_step(sums, torch.tensor(skip_update))
         for number, mixture in model.mixtures().items():
             assert not mixture.counts.any()
@@ -293,6 +293,18 @@ def test_a_step_that_is_held_back_moves_neither_bias_nor_load(monkeypatch) -> No
         assert figures["experts/without_tokens"].item() == (loads == 0).sum().item()
 
 
+def test_the_range_of_biases_has_one_process_bits_on_any_number_of_ranks(monkeypatch) -> None:
+    """An eighth from each of eight ranks adds up to 0.006000001."""
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
+    model = model_of()
+    for mixture in model.mixtures().values():
+        mixture.bias[0] = 0.006
+    balance, device = Balance([model]), torch.device("cpu")
+    ranks = [balance.sums(device, tells_biases=rank == 0) for rank in range(8)]
+    figures = balance.after_step(sum(ranks[1:], ranks[0]), torch.tensor(False))
+    assert figures["experts/bias_range"] == torch.tensor(0.006)
+
+
 def test_metrics_of_routers_are_means_over_tokens_and_layers(monkeypatch) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
     model, logits = model_of(), list[torch.Tensor]()
@@ -302,7 +314,7 @@ def test_metrics_of_routers_are_means_over_tokens_and_layers(monkeypatch) -> Non
     for _ in range(2):  # microbatches
         model(tokens).sum().backward()
     balance, layers = Balance([model]), torch.stack(logits)
-    figures = balance.after_step(balance.sums(torch.device("cpu"), 1), torch.tensor(False))
+    figures = balance.after_step(balance.sums(torch.device("cpu")), torch.tensor(False))
     shares = layers.softmax(-1)
     entropy = -(shares * shares.log()).sum(-1).mean()
     assert figures["experts/entropy"].item() == pytest.approx(entropy.item(), rel=1e-5)
@@ -331,7 +343,7 @@ def test_a_proof_counts_loads_and_biases_once_more(monkeypatch, is_frozen) -> No
                 model.layers["1"].feed_forward.counts += 1
         if fault == "bias":
             model.layers["1"].feed_forward.bias += 0.01
-        balance.after_step(balance.sums(torch.device("cpu"), 1), torch.tensor(False))
+        balance.after_step(balance.sums(torch.device("cpu")), torch.tensor(False))
         layers = {number for number, _ in seen}
         choices = {n: torch.cat([c for number, c in seen if number == n]) for n in layers}
         wrong = accounting.wrong_counts(

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -287,6 +288,28 @@ def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
 def test_rows_that_do_not_divide_are_all_sent() -> None:
     assert deal(torch.empty(2, 4, dtype=torch.int64), 10) == [[3, 3, 2, 2]] * 2
     assert deal(torch.empty(2, 4, dtype=torch.int64), 10, 1.5) == [[3, 3, 2, 2], [5, 5, 3, 3]]
+
+
+def test_operators_that_neither_read_nor_write_take_no_time() -> None:
+    trace = scope.Trace(Mock(all=[]), scope.Scope())
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **kwargs or {})
+            trace.see(func, args, kwargs or {}, output)
+            return output
+
+    x = torch.ones(4, 6)
+    with Seen():
+        torch.empty(4, 6)
+        torch.empty_like(x)
+        torch.empty_strided((4, 6), (6, 1))
+        torch.empty_permuted((4, 6), (1, 0))
+        x.new_empty(4)
+        x.new_empty_strided((4, 6), (6, 1))
+        torch.ops.aten._unsafe_view(x, (24,))
+        x.mul(2)
+    assert [entry.name for entry in trace.entries] == ["mul"]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

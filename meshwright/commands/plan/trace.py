@@ -163,7 +163,10 @@ SENT = {"broadcast": 1, "send": 1, "recv": 0}
 """Times that a rank of n sends the larger tensor; in rings, (n - 1) / n of it."""
 
 
-MOVES_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "unsafe_view")
+MOVES_NOTHING = (
+    *("empty", "empty_like", "empty_strided", "empty_permuted"),
+    *("new_empty", "new_empty_strided", "unsafe_view"),
+)
 """Operators that neither read nor write, though their schemas don't say so."""
 
 

@@ -140,8 +140,8 @@ def _compare_metrics(
         [rank.records for rank in ranks],
         sums=max(gradient, bounds.grad_norm),
         later_sums=bounds.later_grad_norm if is_fp32 else math.inf,
-        # a user's function of rounded numbers, for example a count of zeros, has no bound
         slack=reference.seen.slack,
+        # a user's function of rounded numbers, for example a count of zeros, has no bound
         own=bounds.grad_norm if bounds == BOUNDS["fp32"] else math.inf,
     )
     verdict.failures += lines

@@ -17,7 +17,6 @@ SUMS = (
     "loss/mtp_",
     "experts/entropy",
     "experts/balance_",
-    "experts/bias_range",
     "experts/sequence_",
     "experts/r",
 )
