@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=38)
     parser.add_argument("--again", action="store_true", help="begin with the tests of results.json")
     parser.add_argument("--list", action="store_true", help="print the mutations alone")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     mutations = draw(given.seed)
     print(f"seed {given.seed}: {len(mutations)} mutations")
     if given.list:
