@@ -14,6 +14,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.delta import DeltaSpec
 from meshwright.models.delta_net import convolve_all, split_heads
 from meshwright.models.delta_rule import CHUNK
+from meshwright.models.table import DecoderSpec
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -27,18 +28,31 @@ OLDEST = (0, 5)
 def apply_delta_kernel(model: Decoder, device_type: str, config: JobConfig) -> str:
     """Give the linear attention of every block of `model` the kernel, in place, if it can take it.
     Return a line for the log; "" on CPUs, and for models without such layers."""
-    table, layers = model.table, model.layers
-    specs = {name: table.layers[int(name)].attention for name in layers}
-    specs = {name: spec for name, spec in specs.items() if isinstance(spec, DeltaSpec)}
-    if device_type != "cuda" or not specs:
+    reason = why_chunks(model.table, device_type, config)
+    if reason is None:
         return ""
-    widest = max(spec.key_dim for spec in specs.values() if isinstance(spec, DeltaSpec))
-    if reason := why_not(config, widest):
+    if reason:
         return f"linear attention: in chunks by PyTorch, since {reason}"
-    for name in specs:
-        core = layers[name].get_submodule("attention.core")
-        core.forward = recur  # one for all blocks, so that they share a graph
-    return f"linear attention: fla {importlib.import_module('fla').__version__}"
+    for name, layer in model.layers.items():
+        if isinstance(model.table.layers[int(name)].attention, DeltaSpec):
+            core = layer.get_submodule("attention.core")
+            core.forward = recur  # one for all blocks, so that they share a graph
+    return f"linear attention: {version()}"
+
+
+def why_chunks(table: DecoderSpec, device_type: str | None, config: JobConfig) -> str | None:
+    """Return why linear attention runs in PyTorch's chunks; "" if it takes the kernel; None on
+    CPUs, and for models without such layers."""
+    specs = [layer.attention for layer in table.layers]
+    widths = [spec.key_dim for spec in specs if isinstance(spec, DeltaSpec)]
+    if device_type != "cuda" or not widths:
+        return None
+    return why_not(config, max(widths))
+
+
+def version() -> str:
+    """Return the version of fla."""
+    return f"fla {getattr(importlib.import_module('fla'), '__version__', '0.0')}"
 
 
 def why_not(config: JobConfig, key_dim: int) -> str:
@@ -71,9 +85,8 @@ def why_missing() -> str:
     # of a triton that doesn't fit, too
     except (ImportError, RuntimeError, ValueError, AttributeError, OSError) as error:
         return f"fla cannot be imported: {error}"
-    version = str(getattr(importlib.import_module("fla"), "__version__", "0.0"))
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:  # of "0.6rc1" as well
-        return f"fla {version} is older than {'.'.join(map(str, OLDEST))}"
+    if tuple(map(int, re.findall(r"\d+", version())[:2])) < OLDEST:  # of "0.6rc1" as well
+        return f"{version()} is older than {'.'.join(map(str, OLDEST))}"
     return ""
 
 

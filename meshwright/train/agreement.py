@@ -17,6 +17,7 @@ import meshwright
 from meshwright.checkpoint.on_ranks import on_every_rank, on_first_rank
 from meshwright.config.changes import differences, shown, to_json
 from meshwright.datasets.identity import short_hash, tokenizer_parts
+from meshwright.parallelisms.delta_kernel import version, why_chunks
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.system.modules import source_hash
 from meshwright.train.resolve import ResolvedJob, with_choices
@@ -54,6 +55,9 @@ def check_agreement(job: ResolvedJob) -> None:
     model = job.config.model
     of_tokenizer = tokenizer_parts(job.tokenizer, model.tokenizer_path, model.chat_template_path)
     libraries = ", ".join(f"{name} {number}" for name, number in library_versions().items())
+    why = why_chunks(job.model_args.table, job.facts.device_type, job.config)
+    if why is not None:  # the kernel and PyTorch's chunks don't round alike
+        libraries += f", {version()}" if why == "" else f", linear attention in chunks: {why}"
     check_same(
         {
             CONFIG: json.dumps(to_json(job.written)),

@@ -81,7 +81,10 @@ def difference(folder: Path, case: str) -> str:
         plan = dataclasses.replace(plan, **others.get(case, {}))
     code = "0" if is_other and case == "code" else agreement.source_hash()
     libraries = {"tokenizers": "0"} if is_other and case == "library" else library_versions()
+    missing = NO_FLA if is_other and case == "kernel" else ""
     with (
+        patch.object(agreement, "why_chunks", lambda *_: missing if case == "kernel" else None),
+        patch.object(agreement, "version", lambda: "fla 0.6.0"),
         patch.object(agreement, "source_hash", lambda: code),
         patch.object(agreement, "library_versions", lambda: libraries),
     ):
@@ -100,6 +103,8 @@ class Other:
     before, after = [256], []
 
 
+NO_FLA = "fla is not installed"
+
 CASES = {
     "": "",
     "streamed": "",
@@ -111,6 +116,7 @@ CASES = {
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
     "library": "code: ",
+    "kernel": "code: ",
     "own code": "experimental.custom_import: ",
 }
 
@@ -132,6 +138,8 @@ def test_ranks_that_differ_are_named_with_what_they_differ_in(on_ranks, tmp_path
         assert f"; rank 0 (on {host}): " in line
         assert fix.startswith("  fix: ")
     assert f"rank 1 (on {host}): 0.0001; rank 0 (on {host}): 0.004" in first["a key"]
+    assert f"in chunks: {NO_FLA}; rank 0 (on {host}): " in first["kernel"]
+    assert first["kernel"].splitlines()[1].endswith(", fla 0.6.0")
 
 
 SLOW, NO_COMPILER = "this CPU has no instructions for it", "there is no C++ compiler"
