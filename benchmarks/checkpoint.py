@@ -20,7 +20,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.commit import saved_steps
+from meshwright.checkpoint.listing import saved_steps
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.state import TrainingTensors
@@ -85,11 +85,11 @@ def measure(mode: str, folder: Path, saves: int, args: LlamaArgs) -> None:
                 job.take_step()
             writes.append(time.perf_counter() - start)
         disk.append(disk_rate(folder, size))
-    found = CheckpointManager(folder / "checkpoint", config).select_and_verify()
-    assert found is not None
-    start = time.perf_counter()
-    manager.load(job.tensors, found)
-    load_s = time.perf_counter() - start
+    with CheckpointManager(folder / "checkpoint", config).open() as found:
+        assert found is not None
+        start = time.perf_counter()
+        manager.load(job.tensors, found)
+        load_s = time.perf_counter() - start
     stall_s, rate = median(stalls[1:]), size / median(writes[1:])
     print(
         f"{mode:9} {size / 1e9:.2f} GB, a step {step_s:.3f} s; stall {stall_s:.3f} s = "

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.api.child_commands import run_with_config
 from meshwright.api.surroundings import restored_process
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.ranges import close_files
@@ -171,7 +171,7 @@ class Session:
         is_complete = finished.step == self.config.training.steps or job.loader.is_at_end
         save(job, finished, is_last=True, is_complete=is_complete)
         self._saved_step = finished.step
-        return commit.step_folder(job.resolved.checkpoint_folder, finished.step)
+        return listing.step_folder(job.resolved.checkpoint_folder, finished.step)
 
     def close(self) -> None:
         """Close its files, and leave the process as it was. The model stays."""

@@ -5,17 +5,22 @@ Only the first rank of a job takes it. Its file is `job.lock`; `job.txt` has the
 
 import os
 import secrets
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import OwnerRecord
 
 from meshwright.system import slurm
-from meshwright.system.errors import ConfigError
-from meshwright.system.files import make_folder, only_warn, text_of
+from meshwright.system.errors import ConfigError, in_ranges
+from meshwright.system.files import NamedPath, make_folder, only_warn, text_of
 from meshwright.system.lease import Lease, describe, is_gone, is_here, owner_of
 from meshwright.system.log import logger
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.on_ranks import AllRanks
 
 FILE, JOB_FILE = "job.lock", "job.txt"
 
@@ -108,6 +113,32 @@ def holds(folder: Path, nonce: str) -> bool:
     """Return whether the job with `nonce` has the lease on `folder`, as seen from here."""
     owner = owner_of(folder / FILE)
     return owner is not None and nonce_of(owner) == nonce
+
+
+SEEN_WITHIN_S = 10.0
+"""Seconds that a rank looks for the file. Network file systems show a new one late."""
+
+
+def check_shared(folder: Path, nonce: str, ranks: "AllRanks") -> None:
+    """Raise `ConfigError` on every rank if one doesn't see the lease on `folder` that the first
+    rank has taken, with `nonce`. Collective."""
+
+    def find_blind_host() -> str:
+        end = time.monotonic() + SEEN_WITHIN_S
+        while not holds(folder, nonce):
+            if time.monotonic() > end:
+                return socket.gethostname()
+            time.sleep(0.2)
+        return ""
+
+    hosts = ranks.on_every(find_blind_host)
+    blind = [rank for rank, host in enumerate(hosts) if host]
+    NamedPath("job.dump_folder", folder).check(
+        not blind,
+        f"rank {in_ranges(blind)} (on {', '.join(sorted({*hosts} - {''}))}) does not see what "
+        "rank 0 writes there",
+        "name a folder on a file system that all nodes share",
+    )
 
 
 def nonce_of(owner: OwnerRecord) -> str:

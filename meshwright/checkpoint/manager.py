@@ -4,23 +4,24 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint import commit, find
-from meshwright.checkpoint.lease import JobLease, TakenOverError, new_nonce
-from meshwright.checkpoint.manifest import Manifest, excluded_parts
-from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
+from meshwright.checkpoint import listing
+from meshwright.checkpoint.lease import JobLease, TakenOverError, check_shared, new_nonce
+from meshwright.checkpoint.manifest import excluded_parts
+from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import Staging
+from meshwright.checkpoint.store import Saved, of_job, open_checkpoint
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError
 from meshwright.system.log import logger
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.state import ModelTensors, TrainingTensors
 
 CHECKPOINT_TIMEOUT = timedelta(hours=1)
-
-T = TypeVar("T")
 
 
 class CheckpointManager:
@@ -46,10 +45,10 @@ class CheckpointManager:
         self._folder, self._config = folder, config
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
-        self.group = dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
-        """Of all ranks; one save after the other uses it, in the background."""
+        self.ranks = AllRanks(dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
+        """One save after the other uses their group, in the background."""
         self._lease = JobLease(folder)
-        self._nonce, self._saves = self.tell(new_nonce), 0
+        self._nonce, self._saves = self.ranks.on_first(new_nonce), 0
         self._safe_step: int | None = None
         self._retention = Retention(
             folder, config.keep_latest_k, config.keep_every_n_steps, config.keep_best
@@ -69,7 +68,7 @@ class CheckpointManager:
             self._wait()
             self._retention.wait()
             if kind is None:  # the first rank may delete for longer than a step may take
-                dist.barrier(group=self.group)
+                dist.barrier(group=self.ranks.group)
         except Exception as error:
             if kind is None:
                 raise
@@ -84,11 +83,11 @@ class CheckpointManager:
         Raises:
             ConfigError: on every rank, if another job uses it, or ranks don't share it.
         """
-        nonce = self.tell(self._take_lease)
+        nonce = self.ranks.on_first(self._take_lease)
         self._nonce = nonce or self._nonce
         if nonce and self._config.saves and dist.get_world_size() > 1:
             try:
-                check_shared(self._folder, nonce, self.group)
+                check_shared(self._folder, nonce, self.ranks)
             except ConfigError:
                 self.release()
                 raise
@@ -109,28 +108,24 @@ class CheckpointManager:
         """Let other jobs write to the folder."""
         self._lease.give_back()
 
-    def select_and_verify(self) -> Manifest | None:
-        """Choose the checkpoint to resume from, and verify it as `checkpoint.verify` says; return
-        its manifest, or None if there is none. Passes over damaged ones.
+    def open(self) -> AbstractContextManager[Saved | None]:
+        """Give the checkpoint to resume from, verified as `checkpoint.verify` says, or None if
+        there is none. Passes over damaged ones. No retention deletes it meanwhile.
 
         Raises:
             ConfigError: if the one that `load_step` names is damaged, or all are.
         """
-        if not self._config.enable:
-            return None
-        candidates = partial(find.of_job, self._folder, self._config)
-        with ExitStack() as held:
-            is_read = self._config.verify == "full"
-            choice = select_on_ranks(candidates, self.group, held, is_read=is_read)
-        return None if choice is None else choice.manifest
+        place, candidates = self.ranks.on_first(partial(of_job, self._folder, self._config))
+        if not candidates:
+            return nullcontext()
+        names: list[str] | None = None if self._config.verify == "full" else []
+        return open_checkpoint(
+            place, logger.warning, names, candidates=candidates, readers=self.ranks
+        )
 
-    def tell(self, ask: Callable[[], T]) -> T:
-        """As `on_first_rank`; the ranks may wait for as long as a checkpoint takes."""
-        return on_first_rank(ask, self.group)
-
-    def load(self, state: "TrainingTensors", manifest: Manifest) -> None:
-        """Restore `state` in place from the checkpoint of `manifest`, which `select_and_verify` has
-        returned, but for the parts that `exclude_from_loading` names; set aside later checkpoints.
+    def load(self, state: "TrainingTensors", saved: Saved) -> None:
+        """Restore `state` in place from `saved`, which `open` gives, but for the parts that
+        `exclude_from_loading` names; set aside later checkpoints.
 
         Raises:
             ConfigError: if a tensor is missing, has a different shape, or is damaged; or if a later
@@ -138,15 +133,14 @@ class CheckpointManager:
         """
         from meshwright.checkpoint.reader import restore
 
-        self._safe_step = step = manifest["step"]
-        folder = commit.step_folder(self._folder, step)
-        start = time.perf_counter()
-        excluded = excluded_parts(self._config, manifest)
-        wanted = restore(folder, state.state_dict(), excluded, self.group)
+        self._safe_step = step = saved.manifest["step"]
+        folder, start = saved.place.path, time.perf_counter()
+        excluded = excluded_parts(self._config, saved.manifest)
+        wanted = restore(folder, state.state_dict(), excluded, self.ranks)
         state.load_state_dict(wanted)
         if not self._config.load_only:
             is_named = self._config.load_step != -1
-            self.tell(partial(set_aside_later, self._folder, step, is_named=is_named))
+            self.ranks.on_first(partial(set_aside_later, self._folder, step, is_named=is_named))
         if self._is_first_rank:
             for part in excluded:
                 logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
@@ -208,7 +202,7 @@ class CheckpointManager:
         """Return where to write a checkpoint; a name that no other save has."""
         self._saves = (self._saves + 1) % 0x10000  # names have four digits for it
         self._retention.nonce = f"{self._nonce}{self._saves:04x}"
-        return commit.unfinished_folder(self._folder, step, self._retention.nonce)
+        return listing.unfinished_folder(self._folder, step, self._retention.nonce)
 
     def poll(self) -> None:
         """Raise the error of a finished background save, if any; doesn't wait."""
@@ -250,11 +244,11 @@ class CheckpointManager:
             if self._staging is not None:
                 self._staging.wait()
                 copies = self._staging.tensors.__getitem__
-            write(tensors, unfinished, manifest, copies, self.group)
+            write(tensors, unfinished, manifest, copies, self.ranks.group)
         except CheckpointException as error:
             self._give_up(step, error, is_last)
             return
-        self._safe_step, folder = step, commit.step_folder(self._folder, step)
+        self._safe_step, folder = step, listing.step_folder(self._folder, step)
         logger.info("saved %s in %.1f s", folder, time.perf_counter() - start)
         if self._is_first_rank:
             self._retention.apply()

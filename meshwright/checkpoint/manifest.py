@@ -126,10 +126,10 @@ class DamagedError(ConfigError):
             f"checkpoint.load_step: checkpoint {checkpoint} is damaged: {what}"
             "\n  fix: choose another step in checkpoint.load_step, or -1 for the newest good one",
         )
-        self._checkpoint, self.what = checkpoint, what
+        self.checkpoint, self.what = checkpoint, what
 
     def __reduce__(self) -> tuple[type["DamagedError"], tuple[Path, str]]:  # type: ignore[override]
-        return DamagedError, (self._checkpoint, self.what)
+        return DamagedError, (self.checkpoint, self.what)
 
 
 def from_json(text: bytes) -> Manifest:

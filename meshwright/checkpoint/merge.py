@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint import commit
-from meshwright.checkpoint.find import Opened
+from meshwright.checkpoint import listing
 from meshwright.checkpoint.index import SavedTensor
 from meshwright.checkpoint.reader import CHUNK, CheckpointWeights
+from meshwright.checkpoint.store import Saved
 from meshwright.checkpoint.writer import write
 from meshwright.system.errors import config_error
 
@@ -29,7 +29,7 @@ def _add(share: float, total: Tensor, part: Tensor) -> None:
 
 
 def merge(
-    parts: Sequence[Opened],
+    parts: Sequence[Saved],
     shares: Sequence[float],
     tensors: Mapping[str, SavedTensor],
     folder: Path,
@@ -75,7 +75,7 @@ def merge(
         last = total.to(like[name].dtype, copy=True)
         return last
 
-    unfinished = commit.unfinished_folder(folder, steps[-1], secrets.token_hex(8))
+    unfinished = listing.unfinished_folder(folder, steps[-1], secrets.token_hex(8))
     try:
         with warnings.catch_warnings():  # that there is but one process
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -89,4 +89,4 @@ def merge(
             raise failure from None
         rule = f"cannot be written: {failure.strerror or failure}"
         raise config_error("--out", str(folder), rule, "choose a different folder") from None
-    return commit.step_folder(folder, steps[-1])
+    return listing.step_folder(folder, steps[-1])

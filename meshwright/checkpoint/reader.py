@@ -10,12 +10,10 @@ from typing import IO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.index import Chunk, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import OPTIMIZER
-from meshwright.checkpoint.on_ranks import on_every_rank
+from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.checkpoint.state import AVERAGE, MODEL
 from meshwright.parallelisms.shards import Box, local_box, part_of_box
 from meshwright.system.errors import ConfigError, StorageError
@@ -158,10 +156,9 @@ class CheckpointWeights(Weights):
 
 
 def restore(
-    folder: Path, state: dict[str, Tensor], excluded: Collection[str], group: ProcessGroup
+    folder: Path, state: dict[str, Tensor], excluded: Collection[str], ranks: AllRanks
 ) -> dict[str, Tensor]:
-    """Fill the tensors of `state` in place from the checkpoint in `folder`. Collective over
-    `group`.
+    """Fill the tensors of `state` in place from the checkpoint in `folder`. Collective.
 
     Args:
         excluded: parts to leave out, as `manifest.excluded_parts` names them.
@@ -196,8 +193,7 @@ def restore(
                 )
         weights.load(wanted)
 
-    with being_read(folder):
-        on_every_rank(fill, group)
+    ranks.on_every(fill)
     return wanted
 
 

@@ -13,7 +13,8 @@ from itertools import islice
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import DELETED, RISK, entries, inspect, saved_steps, step_folder
+from meshwright.checkpoint.integrity import RISK, inspect
+from meshwright.checkpoint.listing import DELETED, entries, saved_steps, step_folder
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.system.errors import ConfigError, StorageError, config_error
 from meshwright.system.files import lock, only_warn, whole_file

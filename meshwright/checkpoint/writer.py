@@ -43,7 +43,7 @@ class CommittingWriter(dcp.FileSystemWriter):
     """Writes to the folder `unfinished`, and as its last act publishes that.
 
     Args:
-        unfinished: as `commit.unfinished_folder` names it.
+        unfinished: as `listing.unfinished_folder` names it.
         manifest: its content, apart from the records of files.
         is_staged: tensors are in host memory. Otherwise torch copies them from a GPU a few at a
             time, and waits for its current stream, which is the training's.

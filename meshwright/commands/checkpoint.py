@@ -12,11 +12,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import NAME, being_read
-from meshwright.checkpoint.find import find_candidates, find_entries, no_checkpoint, open_checkpoint
+from meshwright.checkpoint import integrity
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
+from meshwright.checkpoint.integrity import being_read
+from meshwright.checkpoint.listing import NAME
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
+from meshwright.checkpoint.store import (
+    find_candidates,
+    list_checkpoints,
+    no_checkpoint,
+    open_checkpoint,
+)
 from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.config.changes import ABSENT, differences, shown
 from meshwright.config.command_line import Parser
@@ -47,7 +53,7 @@ def add_options_ls(parser: Parser) -> None:
 def run_ls(given: Namespace) -> None:
     """Print a line per checkpoint."""
     rows, place = [], NamedPath("FOLDER", given.folder)
-    paths = find_entries(place)
+    paths = list_checkpoints(place)
     if not paths:
         raise no_checkpoint(place)
     for path in paths:
@@ -75,7 +81,7 @@ def _row(path: Path) -> tuple[str, ...]:
     else:
         try:
             manifest = read_manifest(path)
-            commit.inspect(path)
+            integrity.inspect(path)
         except DamagedError as error:
             state = f"damaged: {error.what}"
         except ConfigError:
@@ -206,8 +212,8 @@ def _damage(checkpoint: Path) -> list[str]:
     """Return every fault of a checkpoint."""
     try:
         with being_read(checkpoint):
-            manifest = commit.inspect(checkpoint)
-            return commit.verify(checkpoint, manifest, sorted(manifest["files"]))
+            manifest = integrity.inspect(checkpoint)
+            return integrity.verify(checkpoint, manifest, sorted(manifest["files"]))
     except DamagedError as error:
         return [error.what]
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
-from meshwright.checkpoint import commit
-from meshwright.checkpoint.find import Opened, find_entries, no_checkpoint, open_checkpoint
+from meshwright.checkpoint import listing
 from meshwright.checkpoint.index import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.store import Saved, list_checkpoints, no_checkpoint, open_checkpoint
 from meshwright.commands.options import input_path, output_folder
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import check, config_error
@@ -41,7 +41,7 @@ def run(given: Namespace) -> None:
     place = NamedPath("RUN", given.run)
     folders = _folders(place, steps)
     out = given.out.absolute()
-    final = commit.step_folder(out, steps[-1])
+    final = listing.step_folder(out, steps[-1])
     target = NamedPath("--out", given.out)
     target.check(not final.exists(), f"{final} is there", "choose a different folder")
     rule = f"is inside of {given.run}, where a job's checkpoints are looked for"
@@ -105,7 +105,7 @@ def shares_of(text: str, count: int) -> list[float]:
 
 def _folders(place: NamedPath, steps: Sequence[int]) -> list[NamedPath]:
     """Return where the checkpoint of each step is."""
-    found = {commit.step_of(path.name): path for path in find_entries(place)}
+    found = {listing.step_of(path.name): path for path in list_checkpoints(place)}
     found.pop(None, None)
     if not found:
         raise no_checkpoint(place)
@@ -115,7 +115,7 @@ def _folders(place: NamedPath, steps: Sequence[int]) -> list[NamedPath]:
     return [NamedPath(place.key, found[step]) for step in steps]
 
 
-def common_tensors(parts: Sequence[Opened]) -> Mapping[str, SavedTensor]:
+def common_tensors(parts: Sequence[Saved]) -> Mapping[str, SavedTensor]:
     """Return the weights that all of `parts` have.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import integrity, listing
 from meshwright.checkpoint.manifest import DamagedError
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.cached_source import CachedSource
@@ -121,9 +121,9 @@ def _cursors(
         yield 0, Cursor()
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     here = [(source.entry.name, source.content) for source in sources]
-    for step in commit.saved_steps(folder):
+    for step in listing.saved_steps(folder):
         try:
-            manifest = commit.inspect(commit.step_folder(folder, step))
+            manifest = integrity.inspect(listing.step_folder(folder, step))
         except DamagedError:  # or deleted by the job that runs; another one tells a place as well
             continue
         # a place in other data is none in this

@@ -64,8 +64,8 @@ def run(given: Namespace) -> None:
 
     from meshwright.checkpoint.conversion.export import Export, export
     from meshwright.checkpoint.conversion.tokenizer_files import tokenizer_files
-    from meshwright.checkpoint.find import open_checkpoint
     from meshwright.checkpoint.state import AVERAGE, MODEL
+    from meshwright.checkpoint.store import open_checkpoint
     from meshwright.commands.saved import open_tokenizer, saved_spec
 
     extend_by(given.custom_import, "--custom-import")

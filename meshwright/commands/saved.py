@@ -18,9 +18,9 @@ from meshwright.checkpoint.conversion.hf_folder import (
     read_args,
 )
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
-from meshwright.checkpoint.find import find_candidates, no_checkpoint, open_checkpoint, saved_args
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights, Weights
+from meshwright.checkpoint.store import find_candidates, no_checkpoint, open_checkpoint, saved_args
 from meshwright.datasets.tokenizers.kinds import (
     TOKENIZERS,
     Tokenizer,

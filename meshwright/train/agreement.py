@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright
-from meshwright.checkpoint.on_ranks import on_every_rank, on_first_rank
+from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.config.changes import differences, shown, to_json
 from meshwright.datasets.identity import short_hash, tokenizer_parts
 from meshwright.parallelisms.delta_kernel import version, why_chunks
@@ -37,16 +37,16 @@ OWN_PATHS = {
 """Keys that may differ between nodes: only the files they lead to must be the same."""
 
 
-def take_choices(job: ResolvedJob, group: dist.ProcessGroup) -> ResolvedJob:
-    """Return the job with the first rank's choices for -1 and "auto". Collective over `group`.
+def take_choices(job: ResolvedJob, ranks: AllRanks) -> ResolvedJob:
+    """Return the job with the first rank's choices for -1 and "auto". Collective.
 
     Raises:
         ConfigError: on every rank, if one of them can't train with these choices.
     """
     stages = job.training_stages
-    choices = on_first_rank(lambda: [stage.filled_in for stage in stages], group)
+    choices = ranks.on_first(lambda: [stage.filled_in for stage in stages])
     jobs = list[ResolvedJob]()
-    on_every_rank(lambda: jobs.append(with_choices(job, choices)), group)
+    ranks.on_every(lambda: jobs.append(with_choices(job, choices)))
     return jobs[0]
 
 

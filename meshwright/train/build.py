@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.initial_load import family_there
+from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.excluded import ExcludedParts, find_excluded
 from meshwright.datasets.loader import Loader, slots_of
@@ -129,8 +130,8 @@ def build_trainer(
     )
 
 
-def initialize_weights(resolved: ResolvedJob, model: LocalModel, group: dist.ProcessGroup) -> None:
-    """Give parameters and buffers their values at step 0. Collective over `group`, the whole job.
+def initialize_weights(resolved: ResolvedJob, model: LocalModel, ranks: AllRanks) -> None:
+    """Give parameters and buffers their values at step 0. Collective.
 
     Raises:
         ConfigError: if their source isn't the one that `resolve` saw.
@@ -144,7 +145,7 @@ def initialize_weights(resolved: ResolvedJob, model: LocalModel, group: dist.Pro
     from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
 
     start, noise = time.perf_counter(), config.initial_load_upcycle_noise
-    with open_initial(config, group) as initial:
+    with open_initial(config, ranks) as initial:
         there = family_there(config, resolved.model_args, resolved.family)
         weights = open_weights(initial, *there)
         table, seed = resolved.model_args.table, resolved.config.training.seed

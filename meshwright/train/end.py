@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.find import open_checkpoint
+from meshwright.checkpoint.store import open_checkpoint
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.parallelisms.meshes import barrier
 from meshwright.system import errors
@@ -85,7 +85,7 @@ def end_steps(job: RunningJob, agreement: StopAgreement, step: int, *, is_comple
             note_end(resolved, step, how)
     barrier()  # the first rank to leave with an error has torchrun end the others
     # the next stage makes its own: each has threads, and a connection to every other rank
-    for group in (agreement.group, job.checkpoints.group):
+    for group in (agreement.group, job.checkpoints.ranks.group):
         dist.destroy_process_group(group)
     return end
 

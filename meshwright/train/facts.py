@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
-from meshwright.checkpoint import find
 from meshwright.checkpoint.conversion.initial_load import check_initial
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.store import Saved, of_job, select
 from meshwright.config.combinations import EXTRAS
 from meshwright.config.job_config import JobConfig
 from meshwright.config.rules import Facts
@@ -46,13 +45,6 @@ from meshwright.train.resolve_model import (
 )
 
 
-class Saved(NamedTuple):
-    """The checkpoint that a job resumes from."""
-
-    folder: Path
-    manifest: Manifest
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobFacts(Facts):
     """The facts that only the trainer knows of."""
@@ -63,6 +55,7 @@ class JobFacts(Facts):
     """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
 
     saved: Saved | None = None
+    """The checkpoint that the job resumes from."""
     is_inherited: Callable[[str], bool] = lambda key: False
     """Whether a preset gave a key: if it has no effect, the user has nothing to do."""
 
@@ -127,9 +120,9 @@ def look_at_files(config: JobConfig, facts: JobFacts) -> JobFacts:
         _look_at_sources(config)
     with mistakes.collect():
         folder = Path(config.job.dump_folder) / checkpoint.folder
-        choice = find.choose(folder, checkpoint) if checkpoint.enable else None
-        if choice is not None:
-            saved = Saved(choice.path, choice.manifest)
+        place, candidates = of_job(folder, checkpoint)
+        if candidates:
+            saved = select(place, candidates)
         elif facts.model is not None and facts.family is not None:
             is_tie_given = config.model.gives_tie
             check_initial(checkpoint, facts.model, facts.family, is_tie_given=is_tie_given)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, excluded_parts
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
+from meshwright.checkpoint.store import Saved
 from meshwright.config.changes import changed
 from meshwright.config.combinations import long_window, never_reached
 from meshwright.config.job_config import JobConfig, Update
@@ -30,7 +31,7 @@ from meshwright.models.family import Family
 from meshwright.parallelisms.rules import compile_choice, degrees, memory, precision, stages
 from meshwright.parallelisms.rules.degrees import DEGREES, ParallelDims
 from meshwright.system.errors import ConfigError, Mistakes, check
-from meshwright.train.facts import JobFacts, Saved
+from meshwright.train.facts import JobFacts
 from meshwright.train.optim.registry import has_other_state, idle_groups
 from meshwright.train.rules import RULES, find_frozen
 
@@ -295,7 +296,7 @@ def resume_from(job: ResolvedJob, saved: Saved) -> ResolvedJob:
     Raises:
         ConfigError: if the checkpoint doesn't suit the job.
     """
-    checkpoint, manifest = saved
+    checkpoint, manifest = saved.place.path, saved.manifest
     job = job.stage_at(manifest["step"])
     diff = find_resume_diff(
         manifest,

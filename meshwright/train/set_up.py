@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.store import Saved
 from meshwright.datasets.opening import TABLES, find_data, open_data
 from meshwright.datasets.stream import Cursor, OpenSource, steps_of_data
 from meshwright.launch.heartbeat import Heartbeat
@@ -46,7 +45,6 @@ from meshwright.train.build_observers import (
     build_sinks,
     load_observers,
 )
-from meshwright.train.facts import Saved
 from meshwright.train.resolve import ResolvedJob, resume_from, with_choices
 from meshwright.train.resume import place_in_data
 from meshwright.train.running_job import RunningJob
@@ -94,8 +92,8 @@ def init_ranks(
         start_process_group(device, config.comm.init_timeout_seconds)
     check_agreement(job)
     checkpoints = CheckpointManager(job.checkpoint_folder, config.checkpoint)
-    job = take_choices(job, checkpoints.group)
-    if checkpoints.tell(lambda: job.needs_folder):
+    job = take_choices(job, checkpoints.ranks)
+    if checkpoints.ranks.on_first(lambda: job.needs_folder):
         checkpoints.take_lease()
     return job, device, checkpoints
 
@@ -125,65 +123,69 @@ def set_up(
         logs_to_file: the log goes to a file of the dump folder as well.
     """
     since = time.perf_counter()
-    resolved, found = _resume_or_begin(resolved, checkpoints)
-    heartbeat.update("opening the data")
-    data = data or Data(*_open_data(resolved, checkpoints))
-    sources, validation_sources = data.sources, data.validation_sources
-    heartbeat.update("set-up")
-    resolved, cursor = _place(resolved, found, data)
-    if (difference := resolved.resume_diff) is not None and difference.is_done:
-        _say_done(resolved)
-        return None
-    if logs_to_file:
-        log_to_file(Path(resolved.config.job.dump_folder) / "logs", dist.get_rank())
-    attention = _begin_in_folder(resolved, device, launch, data, is_new_stage=meshes is not None)
-    with note_failure(resolved, lambda: resolved.resume_step):
-        torch.manual_seed(resolved.config.training.seed)
-        gc.disable()  # a collection on one rank makes all others wait: they collect together
-        meshes = meshes or build_meshes(resolved.dims, device.type)
-        set_timeout(meshes, resolved.config.comm.init_timeout_seconds)
-        trainer = build_trainer(resolved, meshes, device, note=heartbeat.update)
-        checkpoints.guard(trainer.optimizer)
-        _set_values(resolved, checkpoints, trainer, found)
-        bad_steps = build_bad_steps(resolved, device, sources, cursor.counts)
-        best = BestValidation(resolved.config.checkpoint)
-        tokens = found["tokens_seen"] if found else 0
-        sinks = make_sinks(resolved, trainer.model, extra_sinks)
-        record = StepRecord(resolved, trainer)
-        observers = build_observers(resolved, meshes, trainer, bad_steps, best, record, sinks)
-        if found is not None:
-            # a loss that was measured on other data doesn't compare with this job's
-            comparable = {"best_validation": best_of(found, resolved, validation_sources)}
-            load_observers(observers, {**found, **comparable})
-        return RunningJob(
-            resolved=resolved,
-            device=device,
-            attention=attention,
-            sources=sources,
-            validation_sources=validation_sources,
-            begin=cursor,
-            checkpoints=checkpoints,
-            heartbeat=heartbeat,
-            meshes=meshes,
-            trainer=trainer,
-            loader=build_loader(resolved, sources, meshes, device, cursor),
-            reporter=Reporter(work_of(resolved, device), device, trainer.phases, tokens, clock),
-            validate=Validation(resolved, validation_sources, meshes, device)
-            if validation_sources
-            else None,
-            detector=bad_steps.detector,
-            best_validation=best,
-            step_record=record,
-            observers=observers,
-            since=since,
+    with checkpoints.open() as saved:
+        resolved = _resume_or_begin(resolved, checkpoints, saved)
+        heartbeat.update("opening the data")
+        data = data or Data(*_open_data(resolved, checkpoints))
+        sources, validation_sources = data.sources, data.validation_sources
+        heartbeat.update("set-up")
+        resolved, cursor = _place(resolved, saved, data)
+        if (difference := resolved.resume_diff) is not None and difference.is_done:
+            _say_done(resolved)
+            return None
+        if logs_to_file:
+            log_to_file(Path(resolved.config.job.dump_folder) / "logs", dist.get_rank())
+        attention = _begin_in_folder(
+            resolved, device, launch, data, is_new_stage=meshes is not None
         )
+        with note_failure(resolved, lambda: resolved.resume_step):
+            torch.manual_seed(resolved.config.training.seed)
+            gc.disable()  # a collection on one rank makes all others wait: they collect together
+            meshes = meshes or build_meshes(resolved.dims, device.type)
+            set_timeout(meshes, resolved.config.comm.init_timeout_seconds)
+            trainer = build_trainer(resolved, meshes, device, note=heartbeat.update)
+            checkpoints.guard(trainer.optimizer)
+            _set_values(resolved, checkpoints, trainer, saved)
+            bad_steps = build_bad_steps(resolved, device, sources, cursor.counts)
+            best = BestValidation(resolved.config.checkpoint)
+            tokens = saved.manifest["tokens_seen"] if saved else 0
+            sinks = make_sinks(resolved, trainer.model, extra_sinks)
+            record = StepRecord(resolved, trainer)
+            observers = build_observers(resolved, meshes, trainer, bad_steps, best, record, sinks)
+            if saved is not None:
+                found = saved.manifest
+                # a loss that was measured on other data doesn't compare with this job's
+                comparable = {"best_validation": best_of(found, resolved, validation_sources)}
+                load_observers(observers, {**found, **comparable})
+            return RunningJob(
+                resolved=resolved,
+                device=device,
+                attention=attention,
+                sources=sources,
+                validation_sources=validation_sources,
+                begin=cursor,
+                checkpoints=checkpoints,
+                heartbeat=heartbeat,
+                meshes=meshes,
+                trainer=trainer,
+                loader=build_loader(resolved, sources, meshes, device, cursor),
+                reporter=Reporter(work_of(resolved, device), device, trainer.phases, tokens, clock),
+                validate=Validation(resolved, validation_sources, meshes, device)
+                if validation_sources
+                else None,
+                detector=bad_steps.detector,
+                best_validation=best,
+                step_record=record,
+                observers=observers,
+                since=since,
+            )
 
 
-def _place(resolved: ResolvedJob, found: Manifest | None, data: Data) -> tuple[ResolvedJob, Cursor]:
+def _place(resolved: ResolvedJob, saved: Saved | None, data: Data) -> tuple[ResolvedJob, Cursor]:
     """Return the job with the steps that its data have, and where it starts in them."""
     cursor = data.begin
-    if found is not None and resolved.resume_step < resolved.config.training.steps:
-        cursor = place_in_data(resolved, found, data.sources)
+    if saved is not None and resolved.resume_step < resolved.config.training.steps:
+        cursor = place_in_data(resolved, saved.manifest, data.sources)
     steps = steps_of_data(resolved.config, data.sources, resolved.resume_step, cursor)
     return replace(resolved, data_steps=steps), cursor
 
@@ -206,24 +208,22 @@ def _begin_in_folder(
 
 
 def _resume_or_begin(
-    resolved: ResolvedJob, checkpoints: CheckpointManager
-) -> tuple[ResolvedJob, Manifest | None]:
-    """Return the job of the stage and step that this run resumes from, and the manifest there.
+    resolved: ResolvedJob, checkpoints: CheckpointManager, saved: Saved | None
+) -> ResolvedJob:
+    """Return the job of the stage and step that this run resumes from.
 
     Raises:
         ConfigError: if the checkpoint doesn't suit the config, or the initial weights don't.
     """
-    found = checkpoints.select_and_verify()
-    if found is None:
-        config, is_tie_given = resolved.config.checkpoint, resolved.config.model.gives_tie
-        checkpoints.tell(
-            lambda: check_initial(
-                config, resolved.model_args, resolved.family, is_tie_given=is_tie_given
-            )
+    if saved is not None:
+        return resume_from(resolved, saved)
+    config, is_tie_given = resolved.config.checkpoint, resolved.config.model.gives_tie
+    checkpoints.ranks.on_first(
+        lambda: check_initial(
+            config, resolved.model_args, resolved.family, is_tie_given=is_tie_given
         )
-        return resolved, None
-    folder = commit.step_folder(resolved.checkpoint_folder, found["step"])
-    return resume_from(resolved, Saved(folder, found)), found
+    )
+    return resolved
 
 
 def _open_data(
@@ -231,7 +231,7 @@ def _open_data(
 ) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
     """Open the training and the validation data by what the first rank finds of it: files, commits
     and caches. The first rank of each node compares the content of the files. Collective."""
-    facts = checkpoints.tell(lambda: find_data(resolved.config))
+    facts = checkpoints.ranks.on_first(lambda: find_data(resolved.config))
     looks_at_files = os.environ.get("LOCAL_RANK", "0") == "0"
     opened = [
         open_data(table, resolved.config, facts, looks_at_files=looks_at_files) for table in TABLES
@@ -277,14 +277,14 @@ def _say_done(resolved: ResolvedJob) -> None:
 
 
 def _set_values(
-    resolved: ResolvedJob, checkpoints: CheckpointManager, trainer: Trainer, found: Manifest | None
+    resolved: ResolvedJob, checkpoints: CheckpointManager, trainer: Trainer, saved: Saved | None
 ) -> None:
-    """Load the checkpoint `found`, or set the first values."""
-    if found is None:
-        initialize_weights(resolved, trainer.model, checkpoints.group)
+    """Load the checkpoint `saved`, or set the first values."""
+    if saved is None:
+        initialize_weights(resolved, trainer.model, checkpoints.ranks)
         if trainer.average is not None:
             trainer.average.begin()
         return
-    checkpoints.load(trainer.tensors, found)
+    checkpoints.load(trainer.tensors, saved)
     for stage in trainer.model.stages:
         stage.init_buffers()

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.system.errors import EXIT_CONFIG, EXIT_SAVE
 
 SHIM = Path(__file__).parent / "faulty_files"
@@ -181,7 +181,7 @@ def stray_files(begin: Starter, folder: Path, chance: random.Random) -> str:
         if path.exists():
             continue
         # a folder with a checkpoint's name and nothing else there is damage, and refused as such
-        is_refused = commit.step_of(name) is not None and start is None
+        is_refused = listing.step_of(name) is not None and start is None
         if chance.random() < 0.5 and not is_refused:
             path.mkdir()
             path = path / "notes"
@@ -216,9 +216,9 @@ def links(begin: Starter, folder: Path, chance: random.Random) -> str:
     wait_for_steps(start, chance)
     start.kill()
     start.end()
-    moved = commit.saved_steps(checkpoints)
+    moved = listing.saved_steps(checkpoints)
     if moved:
-        newest = commit.step_folder(elsewhere, moved[-1])
+        newest = listing.step_folder(elsewhere, moved[-1])
         target = folder / "moved"
         shutil.move(newest, target)
         newest.symlink_to(target)
@@ -250,7 +250,7 @@ def blind_rank(begin: Starter, folder: Path, chance: random.Random) -> str:
     """One rank does not see the folder that the others see."""
     start = begin(folder)
     wait_for_steps(start, chance)
-    while not (start.is_over or commit.saved_steps(folder / "checkpoint")):
+    while not (start.is_over or listing.saved_steps(folder / "checkpoint")):
         time.sleep(0.01)
     start.kill()
     start.end()

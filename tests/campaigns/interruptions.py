@@ -40,7 +40,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import integrity, listing
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.system.errors import EXIT_STOPPED
 from tests.campaigns import file_faults, world_faults
@@ -117,7 +117,7 @@ class Start:
 
     @property
     def is_saving(self) -> bool:
-        for unfinished in (self.folder / "checkpoint").glob(f"*{commit.UNFINISHED}"):
+        for unfinished in (self.folder / "checkpoint").glob(f"*{listing.UNFINISHED}"):
             try:
                 if unfinished.lstat().st_ctime > self._begun:  # else a killed save left it
                     return True
@@ -361,18 +361,18 @@ def _check_all(current: Path, reference: Path, steps: int, want: Records) -> Non
             if figure in record and record[figure] != want[record["step"]].get(figure):
                 raise file_faults.WrongError(f"step {record['step']}: {figure} {record[figure]}")
     checkpoints = current / "checkpoint"
-    for step in commit.saved_steps(checkpoints):
-        checkpoint = commit.step_folder(checkpoints, step)
+    for step in listing.saved_steps(checkpoints):
+        checkpoint = listing.step_folder(checkpoints, step)
         if not (checkpoint / MANIFEST).exists():  # a folder of the user's
             continue
-        manifest = commit.inspect(checkpoint)
-        if wrong := commit.verify(checkpoint, manifest, sorted(manifest["files"])):
+        manifest = integrity.inspect(checkpoint)
+        if wrong := integrity.verify(checkpoint, manifest, sorted(manifest["files"])):
             raise file_faults.WrongError(f"{checkpoint} is damaged: {wrong}")
     compare = [sys.executable, "-W", "ignore", ROOT / "tests/helpers/compare_checkpoints.py"]
     last = [run / "checkpoint" / f"step-{steps}" for run in (current, reference)]
     if subprocess.run([*compare, *last], check=False).returncode:
         raise file_faults.WrongError("tensors of the last checkpoint differ")
-    left = [entry.path.name for entry in commit.entries(checkpoints) if entry.nonce]
+    left = [entry.path.name for entry in listing.entries(checkpoints) if entry.nonce]
     left += [name for name in ("job.lock", "job.txt") if (checkpoints / name).exists()]
     if left:
         raise file_faults.WrongError(f"left over: {left}")
@@ -410,7 +410,7 @@ def _records(folder: Path) -> list[dict[str, float]]:
 
 def _saved(folder: Path) -> int:
     """Step of the newest checkpoint; 0: none."""
-    return max(commit.saved_steps(folder / "checkpoint"), default=0)
+    return max(listing.saved_steps(folder / "checkpoint"), default=0)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.system.errors import (
     EXIT_CONFIG,
     EXIT_DATA,
@@ -102,7 +102,7 @@ def stop(begin: Starter, folder: Path, chance: random.Random) -> str:
         else (0, EXIT_STOPPED, EXIT_INTERRUPTED, 1, 129, 130, 137, 143)
     )
     code = expect(start, codes)
-    if code == EXIT_STOPPED and had_begun and not commit.saved_steps(folder / "checkpoint"):
+    if code == EXIT_STOPPED and had_begun and not listing.saved_steps(folder / "checkpoint"):
         raise WrongError(f"75, and nothing is saved\n{start.console.read_text()}")
     _finish(begin, folder)
     return f"{' and '.join(names)} to {len(targets)} of {len(launchers)} machines or ranks"
@@ -130,11 +130,13 @@ def kill(begin: Starter, folder: Path, chance: random.Random) -> str:
 def _kill_with_checkpoint(begin: Starter, folder: Path) -> Path:
     """Start the job, kill it after its first save, and return the newest checkpoint."""
     start = begin(folder)
-    while not (start.is_over or commit.saved_steps(folder / "checkpoint")):
+    while not (start.is_over or listing.saved_steps(folder / "checkpoint")):
         time.sleep(0.01)
     start.kill()
     start.end()
-    return commit.step_folder(folder / "checkpoint", commit.saved_steps(folder / "checkpoint")[-1])
+    return listing.step_folder(
+        folder / "checkpoint", listing.saved_steps(folder / "checkpoint")[-1]
+    )
 
 
 def passing_read_errors(begin: Starter, folder: Path, chance: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""Ranks that would train different jobs together, or into different folders."""
+"""AllRanks that would train different jobs together, or into different folders."""
 
 import dataclasses
 import json
@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit
-from meshwright.checkpoint import on_ranks as shared_folder
+from meshwright.checkpoint import integrity, lease, store
+from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets import files, opening
@@ -91,7 +93,7 @@ def difference(folder: Path, case: str) -> str:
         try:
             check_agreement(plan)
             manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
-            with patch.object(manager, "tell", lambda find: find()):  # each its own
+            with patch.object(manager.ranks, "on_first", lambda ask: ask()):  # each its own
                 _open_data(plan, manager)
         except ConfigError as error:
             return str(error)
@@ -162,7 +164,7 @@ def choices_of(folder: Path) -> dict[str, object]:
         check_agreement(own)
         values = own.config.training.mixed_precision_param, own.config.compile.enable
         try:
-            job = take_choices(own, group)
+            job = take_choices(own, AllRanks(group))
             found[case] = values, job.config.training.mixed_precision_param, job.filled_in
         except ConfigError as error:
             found[case] = values, str(error)
@@ -236,7 +238,7 @@ def own_folder(folder: Path) -> tuple[str, float]:
     if dist.get_rank() == 0:
         publish(mine / "checkpoint", 5)
     dist.barrier()
-    with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
+    with patch.object(lease, "SEEN_WITHIN_S", 0.3):
         reads = CheckpointManager(mine / "checkpoint", Checkpoint(enable=True, load_only=True))
         reads.take_lease()  # it writes nothing that others have to see
         reads.release()
@@ -258,14 +260,13 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
         looks.append(checkpoint)
         return inspect(checkpoint)
 
-    inspect = commit.inspect
+    inspect = integrity.inspect
     manager = CheckpointManager(folder, Checkpoint(enable=True))
-    with patch.object(commit, "inspect", noting):
-        manager.take_lease()
-        found = manager.select_and_verify()
+    manager.take_lease()
+    with patch.object(store, "inspect", noting), manager.open() as found:
+        assert found is not None
     manager.release()
-    assert found is not None
-    return found["step"], len(looks)
+    return found.manifest["step"], len(looks)
 
 
 def test_the_first_rank_chooses_a_checkpoint_in_a_folder_that_all_see(on_ranks, tmp_path) -> None:
@@ -273,7 +274,7 @@ def test_the_first_rank_chooses_a_checkpoint_in_a_folder_that_all_see(on_ranks, 
     assert second == first.replace(str(tmp_path / "0"), str(tmp_path / "1"))
     assert f"rank 1 (on {host}) does not see what rank 0 writes there" in first
     left = {path.name for path in tmp_path.rglob("*")}
-    assert left == {"0", "checkpoint", "step-5", commit.INDEX, commit.MANIFEST}
+    assert left == {"0", "checkpoint", "step-5", INDEX, MANIFEST}
     assert on_ranks(2, shared_by_all, tmp_path / "shared") == [(5, 1), (5, 0)]
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {"step-5"}
 

@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright.checkpoint import commit, lease
+from meshwright.checkpoint import commit, lease, listing
 from meshwright.checkpoint.manager import CheckpointManager
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.retention import apply_retention
 from meshwright.checkpoint.staging import Staging
+from meshwright.checkpoint.store import Saved
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError, StorageError
 from tests.helpers.checkpoints import BARE, Trap, republish
@@ -71,12 +73,12 @@ def save(manager: CheckpointManager, step: int, is_last: bool = False) -> None:
     manager.save(step, State(step), BARE | {"step": step}, is_last)
 
 
-def select(manager: CheckpointManager, step: int) -> Manifest:
-    """The manifest of the checkpoint that is chosen, which has to be that of `step`."""
-    found = manager.select_and_verify()
-    assert found is not None
-    assert found["step"] == step
-    return found
+def select(manager: CheckpointManager, step: int) -> Saved:
+    """The checkpoint that is chosen, which has to be that of `step`; held no longer."""
+    with manager.open() as found:
+        assert found is not None
+        assert found.manifest["step"] == step
+        return found
 
 
 def settle(manager: CheckpointManager) -> None:
@@ -123,13 +125,13 @@ def test_all_ranks_pass_over_what_any_finds_damaged(folder: str) -> None:
     select(make(folder, verify="sizes"), 20)
     for step in (10, 15, 20):
         with pytest.raises(ConfigError, match=f"step-{step}': is damaged"):
-            make(folder, load_step=step).select_and_verify()
+            select(make(folder, load_step=step), step)
     state = State(0)
     manager.load(state, found)
     assert torch.equal(state.weight.full_tensor(), State(5).weight.full_tensor())
     assert state.step == 5
     dist.barrier()
-    assert commit.saved_steps(checkpoint) == [5]  # the others are set aside
+    assert listing.saved_steps(checkpoint) == [5]  # the others are set aside
 
 
 @pytest.mark.ranks(1)
@@ -138,7 +140,7 @@ def test_a_job_of_more_saves_than_its_names_have_digits_for(folder: str) -> None
     manager._saves = 0xFFFE
     for step in (1, 2, 3):
         save(manager, step)
-    assert commit.saved_steps(Path(folder)) == [1, 2, 3]
+    assert listing.saved_steps(Path(folder)) == [1, 2, 3]
 
 
 @pytest.mark.ranks(2)
@@ -160,7 +162,7 @@ def test_a_later_checkpoint_that_cannot_be_set_aside_again_is_an_error_on_every_
     with pytest.raises(ConfigError, match="step 10 has been set aside 3 times"):
         back.load(State(0), found)
     dist.barrier()
-    assert commit.saved_steps(Path(folder)) == [5, 10]
+    assert listing.saved_steps(Path(folder)) == [5, 10]
 
 
 @pytest.mark.ranks(2)
@@ -177,7 +179,7 @@ def test_a_read_error_of_one_rank_discards_no_checkpoint(folder: str) -> None:
         logged() as messages,
         pytest.raises(StorageError, match="rank 1: .*/__0_0.distcp cannot be read: St"),
     ):
-        manager.select_and_verify()
+        select(manager, 10)
     assert len([line for line in messages if "trying again" in line]) == 2 * (file != "none")
     with failing_reads(file, errno.ESTALE, 1):
         found = select(manager, 10)
@@ -191,13 +193,49 @@ def test_a_read_error_of_one_rank_discards_no_checkpoint(folder: str) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_no_retention_deletes_a_checkpoint_between_its_choice_and_its_load(folder: str) -> None:
+    manager, path, is_first = make(folder), Path(folder), dist.get_rank() == 0
+    for step in (5, 10):
+        save(manager, step)
+    settle(manager)
+    resumed = make(folder, load_step=5, load_only=True)
+    with resumed.open() as found:
+        assert found is not None
+        if is_first:
+            assert apply_retention(path, 1) == [5]
+        dist.barrier()
+        resumed.load(state := State(0), found)
+    assert state.step == 5
+    dist.barrier()
+    if is_first:
+        assert apply_retention(path, 1) == []
+    dist.barrier()
+    assert listing.saved_steps(path) == [10]
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_that_one_rank_alone_does_not_see_is_not_passed_over(folder: str) -> None:
+    """A network file system shows a new file late: an older one would be a step back."""
+    manager = make(folder)
+    for step in (5, 10):
+        save(manager, step)
+    file = MANIFEST if dist.get_rank() == 1 else "none"
+    dist.barrier()
+    with (
+        failing_reads(file, errno.ENOENT, 99),
+        pytest.raises(StorageError, match=r"rank 1: .*/step-10: .*json cannot .*\n  fix: run"),
+    ):
+        select(manager, 10)
+
+
+@pytest.mark.ranks(2)
 def test_an_index_that_names_code_is_refused_and_not_run(folder: str) -> None:
     path, manager = Path(folder), make(folder)
     for step, what in ((5, "it is no index of a checkpoint"), (10, "saved with another")):
         save(manager, step)
         settle(manager)  # it would tidy what `republish` makes
         if dist.get_rank() == 0:
-            index = commit.step_folder(path, step) / ".metadata"
+            index = listing.step_folder(path, step) / ".metadata"
             metadata: object = Trap(path / "sprung")
             if step == 10:
                 metadata = pickle.loads(index.read_bytes())
@@ -240,7 +278,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(folder: str, mode: str) -> N
     save(manager, 15)
     manager._wait()
     settle(manager)
-    assert commit.saved_steps(path) == [10, 15]
+    assert listing.saved_steps(path) == [10, 15]
 
 
 @pytest.mark.ranks(2)
@@ -266,7 +304,7 @@ def test_a_folder_that_is_gone_is_made_again_and_said(folder: str) -> None:
         save(manager, 10)
     assert any("is gone, and is made again" in said for said in messages) == (dist.get_rank() == 0)
     settle(manager)
-    assert commit.saved_steps(path) == [10]
+    assert listing.saved_steps(path) == [10]
 
 
 @pytest.mark.ranks(2)
@@ -360,7 +398,7 @@ def test_what_fails_in_the_background_is_said_at_the_next_step_or_the_end(folder
         assert manager._retention.nonce
 
     # which may fail because another job has the folder by now, and is saving
-    theirs = commit.unfinished_folder(Path(folder), 26)
+    theirs = listing.unfinished_folder(Path(folder), 26)
     theirs.mkdir(exist_ok=True)
     with patch.object(commit, "publish", side_effect=error), make_async() as manager:
         save(manager, 28)
@@ -370,7 +408,7 @@ def test_what_fails_in_the_background_is_said_at_the_next_step_or_the_end(folder
     save(manager, 30)
     manager.__exit__(KeyError)  # in training
     dist.barrier()
-    assert commit.saved_steps(Path(folder)) == [25, 30]
+    assert listing.saved_steps(Path(folder)) == [25, 30]
 
 
 @contextmanager
@@ -441,7 +479,7 @@ def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
         save(manager, 10)
     manager.release()
     dist.barrier()
-    assert commit.saved_steps(path) == [5]
+    assert listing.saved_steps(path) == [5]
     assert (path / "job.lock").exists()
     # a job on that machine runs, as far as anybody can see: all ranks are told so
     for options in ({}, {"load_only": True}):  # its records would mix with the other's
@@ -454,7 +492,7 @@ def test_a_job_whose_folder_was_taken_over_ends(folder: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_job_that_only_reads_removes_nothing_of_a_killed_one(folder: str) -> None:
-    left = commit.unfinished_folder(Path(folder), 5)
+    left = listing.unfinished_folder(Path(folder), 5)
     left.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     for only_reads in (True, False):

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
+from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.checkpoint.reader import restore
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.checkpoint.writer import write
@@ -146,14 +147,14 @@ def _save(name: str, degrees: dict[str, int], folder: Path) -> None:
     model, optimizer, args, _ = on_mesh(name, degrees)
     take_steps(model, optimizer, args, range(STOP))
     state = TrainingTensors(model, optimizer, dist.get_rank()).state_dict()
-    write(state, commit.unfinished_folder(folder, STOP), {}, None, dist.group.WORLD)
+    write(state, listing.unfinished_folder(folder, STOP), {}, None, dist.group.WORLD)
 
 
 def _resume(name: str, degrees: dict[str, int], folder: Path) -> None:
     model, optimizer, args, _ = on_mesh(name, degrees)
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
-    saved = commit.step_folder(folder, STOP)
-    tensors.load_state_dict(restore(saved, tensors.state_dict(), (), dist.group.WORLD))
+    saved = listing.step_folder(folder, STOP)
+    tensors.load_state_dict(restore(saved, tensors.state_dict(), (), AllRanks(dist.group.WORLD)))
     take_steps(model, optimizer, args, range(STOP, len(STEPS)))
     assert_as_alone(name, args, model, optimizer)
 

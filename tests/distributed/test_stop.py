@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested
 from meshwright.system.log import log_to_console
 from meshwright.system.processes import NUDGE, STOP, STOP_SIGNALS, Requests
@@ -250,7 +250,7 @@ def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
     assert lost.startswith("result after step ")
     assert lost.endswith("STOP is there; nothing was saved, because checkpoint.enable = false")
     assert result_of_stopping(tmp_path) == "result False"
-    (step,) = commit.saved_steps(tmp_path / "checkpoint")
+    (step,) = listing.saved_steps(tmp_path / "checkpoint")
     assert step > 0
     back = result_of_stopping(tmp_path, "--checkpoint.load_step", str(step))
     assert f"it is saved, but checkpoint.load_step = {step} would start from there again" in back

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.initial_load import check_initial, family_there
 from meshwright.checkpoint.conversion.readers import load_upcycled, open_initial, open_weights
+from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
@@ -38,7 +39,7 @@ NOISE, SEED = 0.25, 7
 
 def load(parameters: dict, args: DecoderArgs, options: Checkpoint) -> None:
     """As a job does it."""
-    with open_initial(options, dist.group.WORLD) as initial:
+    with open_initial(options, AllRanks(dist.group.WORLD)) as initial:
         there = family_there(options, args, family_of(args))
         noise = options.initial_load_upcycle_noise
         load_upcycled(open_weights(initial, *there), args.table, noise, SEED, parameters)

@@ -4,7 +4,7 @@ import json
 import zlib
 from pathlib import Path
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, listing
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import MANIFEST, NO_JOB, FileRecord, read_manifest
 
@@ -30,22 +30,22 @@ def set_manifest(checkpoint: Path, **values: object) -> None:
 
 def republish(folder: Path, step: int) -> None:
     """Make the manifest of `step` agree with its files, as whoever swaps a file can."""
-    manifest = read_manifest(commit.step_folder(folder, step))
-    unfinished = commit.unfinished_folder(folder, step)
-    commit.step_folder(folder, step).rename(unfinished)
+    manifest = read_manifest(listing.step_folder(folder, step))
+    unfinished = listing.unfinished_folder(folder, step)
+    listing.step_folder(folder, step).rename(unfinished)
     (unfinished / MANIFEST).unlink()
     commit.publish(unfinished, manifest, records_of(unfinished))
 
 
 def publish(
-    folder: Path, step: int, text: str = "", nonce: str = commit.NO_NONCE, **manifest: object
+    folder: Path, step: int, text: str = "", nonce: str = listing.NO_NONCE, **manifest: object
 ) -> Path:
     """Make a complete checkpoint whose index is `text`."""
-    unfinished = commit.unfinished_folder(folder, step, nonce)
+    unfinished = listing.unfinished_folder(folder, step, nonce)
     unfinished.mkdir(parents=True)
     (unfinished / INDEX).write_text(text)
     commit.publish(unfinished, BARE | {"step": step} | manifest, records_of(unfinished))
-    return commit.step_folder(folder, step)
+    return listing.step_folder(folder, step)
 
 
 class Trap:

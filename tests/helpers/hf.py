@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, listing
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves, own_part
 from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_ids
 from meshwright.models.args import DecoderArgs
@@ -198,7 +198,7 @@ def save_checkpoint(
 ) -> Path:
     """The model's part of a checkpoint. Collective, if there are ranks."""
     state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
-    writer = dcp.FileSystemWriter(commit.unfinished_folder(folder, step))
+    writer = dcp.FileSystemWriter(listing.unfinished_folder(folder, step))
     dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     tokenizer = build_tokenizer(tokenizer_path)
     manifest = BARE | {
@@ -213,6 +213,6 @@ def save_checkpoint(
         "special_tokens": end_ids(tokenizer),
     }
     if not dist.is_initialized() or dist.get_rank() == 0:
-        unfinished = commit.unfinished_folder(folder, step)
+        unfinished = listing.unfinished_folder(folder, step)
         commit.publish(unfinished, manifest, records_of(unfinished))
-    return commit.step_folder(folder, step)
+    return listing.step_folder(folder, step)

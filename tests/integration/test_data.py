@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.checkpoint.manifest import read_manifest
 from tests.helpers.cli import command
 from tests.helpers.files import flip_bit
@@ -80,11 +80,11 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
     (step,) = {row["step"] for row in records(folder)[-1:]}
     place = f"{tmp_path}/data/1.jsonl:21: not JSON"
     assert f"the data cannot be read after step {step}: rank 1: {place}" in result.stdout
-    assert commit.saved_steps(folder / "checkpoint")[-1] == step
+    assert listing.saved_steps(folder / "checkpoint")[-1] == step
 
     again = train_alone(folder, *options, code=2)  # a scheduler would go in circles
     assert "not JSON" in again.stderr
-    assert commit.saved_steps(folder / "checkpoint")[-1] == step
+    assert listing.saved_steps(folder / "checkpoint")[-1] == step
 
     leave = ("--training.max_bad_records", 1)
     result = train_alone(folder, *options, *leave)
@@ -110,10 +110,10 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     result = train_on_ranks(folder, *options, code=5)
     # of two ranks that meet it, one may find it forgotten by the other
     assert "run the same command again: it checks this part, and repairs it" in result.stdout
-    assert commit.saved_steps(folder / "checkpoint") == [3]
+    assert listing.saved_steps(folder / "checkpoint") == [3]
     train_alone(folder, *options)
     assert "validation/loss" in records(folder)[-1]
-    manifest = read_manifest(commit.step_folder(folder / "checkpoint", 6))
+    manifest = read_manifest(listing.step_folder(folder / "checkpoint", 6))
     assert manifest.get("validation_content", {}).keys() == {"json"}
     # on which tokens and places in streamed data depend
     packages = {name: version(name) for name in ("tokenizers", "datasets")}

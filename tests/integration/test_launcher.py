@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import integrity, listing
 from meshwright.checkpoint.lease import JobLease
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
@@ -64,7 +64,7 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
     assert rows[-1]["data/tokens"] == 20 * 8 * 64
     assert rows[3]["optim/lr"] == pytest.approx(4e-3 * 4 / 5)
     assert all(row["time/tflops"] > 0 and row["memory/peak_gib"] > 0.1 for row in rows)
-    assert commit.saved_steps(uninterrupted / "checkpoint") == [15, 20]  # k = 2
+    assert listing.saved_steps(uninterrupted / "checkpoint") == [15, 20]  # k = 2
     console = (uninterrupted / "console.txt").read_text()
     for word in ("step 20/20", "loss", "grad_norm", "lr", "wps", "mfu", "TFLOP/s", "GiB", "eta"):
         assert word in console
@@ -140,7 +140,7 @@ def test_a_resume_may_leave_out_the_place_in_the_data_and_the_optimizer(
     result = train_alone(folder, *options, "--checkpoint.load_step", 15, "--training.seed", 1)
     for part in ("dataloader", "optimizer"):
         assert f"{part} is left out: checkpoint.exclude_from_loading" in result.stdout
-    manifest = commit.inspect(commit.step_folder(folder / "checkpoint", 20))
+    manifest = integrity.inspect(listing.step_folder(folder / "checkpoint", 20))
     assert manifest["data"]["sample"] == 5 * 8
     assert manifest["tokens_seen"] == 20 * 8 * 64
     rows, before = records(folder), records(uninterrupted)
@@ -218,7 +218,7 @@ def test_ctrl_c_saves_and_stops_and_a_second_ends_the_job_at_once(tmp_path, time
         assert seconds < 5
         assert not ranks_of(folder)
     else:
-        (*_, step) = commit.saved_steps(folder / "checkpoint")
+        (*_, step) = listing.saved_steps(folder / "checkpoint")
         assert step == max(losses(folder)) > 1
     assert code == (75, 130)[times - 1]
     assert errors.splitlines()[times - 1 :] == said[times - 1 :]
@@ -332,7 +332,7 @@ def test_a_validation_that_is_the_best_so_far_is_saved_and_texts_are_written(tmp
     texts = records(folder, "samples")
     assert [(row["step"], row["prompt"]) for row in texts] == [(n, "def ") for n in (3, 6, 9)]
     assert all(row["text"].startswith("def") for row in texts)
-    assert commit.saved_steps(folder / "checkpoint") == [6, 9]
+    assert listing.saved_steps(folder / "checkpoint") == [6, 9]
     assert json.loads((folder / "checkpoint" / "best.json").read_text())["step"] == 9
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import integrity, listing
 from meshwright.checkpoint.state import AVERAGE
 from tests.helpers.cli import export
 from tests.helpers.compare_checkpoints import assert_same_tensors, tensors
@@ -41,8 +41,8 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
     counts = {row["step"]: row["optim/skipped_steps"] for row in records(whole)}
     assert counts == {1: 0, 4: 0, 8: 1, 12: 1, 16: 2}
     checkpoints = whole / "checkpoint"
-    assert commit.saved_steps(checkpoints) == [10, 15]
-    saved = commit.inspect(checkpoints / "step-10")["bad_steps"]
+    assert listing.saved_steps(checkpoints) == [10, 15]
+    saved = integrity.inspect(checkpoints / "step-10")["bad_steps"]
     assert saved["skipped"] == [7]
     assert saved["statistics"]["num_good"] == 9
 
@@ -56,7 +56,7 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
 
     both = [folder / "checkpoint" / "step-15" for folder in (resumed, whole)]
     assert_same_tensors(*both)
-    ours, theirs = (commit.inspect(checkpoint)["bad_steps"] for checkpoint in both)
+    ours, theirs = (integrity.inspect(checkpoint)["bad_steps"] for checkpoint in both)
     assert ours == theirs
     assert ours["skipped"] == [7, 13]
 

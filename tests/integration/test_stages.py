@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.config.loader import load_config
 from tests.helpers.compare_checkpoints import assert_same_tensors
 from tests.helpers.files import flip_bit
@@ -161,7 +161,7 @@ def test_stages_are_jobs_joined_by_hand(ranks: int, folder: Path) -> None:
         script=ROOT / "tests/helpers/holding_train.py",
         HOLD_AFTER=8 * 8 + 4 * 16,  # samples, of 12 steps
     )
-    wait_for(lambda: [*commit.saved_steps(killed / "checkpoint")][-1:] == [10], "step 10")
+    wait_for(lambda: [*listing.saved_steps(killed / "checkpoint")][-1:] == [10], "step 10")
     wait_for(lambda: records(killed)[-1]["step"] == 12, "step 12")
     job.ranks[0].send_signal(signal.SIGKILL)
     assert job.wait().returncode == -signal.SIGKILL

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff
 from meshwright.config.changes import ABSENT, Difference, changed, differences, shown, to_json
@@ -62,7 +62,7 @@ def resume(tmp_path: Path):
         publish(plan.checkpoint_folder, STEP, **of_job | manifest)
 
     def look(*words: str, saved_with: tuple[str, ...] = (), **manifest: object) -> ResumeDiff:
-        if not commit.saved_steps(tmp_path / "checkpoint"):
+        if not listing.saved_steps(tmp_path / "checkpoint"):
             save(saved_with, manifest)
         words = (*BASE, "--job.dump_folder", str(tmp_path), *words)
         return resolved(load_config(words), 1).resume_diff

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from meshwright.checkpoint import commit
-from meshwright.checkpoint.find import find_candidates, find_entries
+from meshwright.checkpoint import integrity, listing
 from meshwright.checkpoint.retention import apply_retention
+from meshwright.checkpoint.store import find_candidates, list_checkpoints
 from meshwright.commands import checkpoint as of_checkpoints
 from meshwright.config.changes import changed, to_json
 from meshwright.config.job_config import JobConfig
@@ -46,7 +46,7 @@ def made(tmp_path_factory) -> Path:
         save_checkpoint(folder, plain_model(SMALL), SMALL, step)
     (folder / "step-15" / ".metadata").unlink()
     shutil.copytree(folder / "step-5", folder / "step-8.aside0")
-    commit.unfinished_folder(folder, 20).mkdir()
+    listing.unfinished_folder(folder, 20).mkdir()
     return folder
 
 
@@ -162,12 +162,13 @@ def test_what_is_no_checkpoint_is_refused(command, tmp_path, made, capsys) -> No
             run(capsys, command, path)
     if command != "ls":
         with pytest.raises(ConfigError, match="is not a complete|holds no checkpoint"):
-            run(capsys, command, commit.unfinished_folder(made, 20))
+            run(capsys, command, listing.unfinished_folder(made, 20))
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_read(copied, capsys, monkeypatch) -> None:
     kept: list[int] = []
-    monkeypatch.setattr(commit, "verify", lambda *_: kept.extend(apply_retention(copied, 1)) or [])
+    keep_one = lambda *_: kept.extend(apply_retention(copied, 1)) or []  # noqa: E731
+    monkeypatch.setattr(integrity, "verify", keep_one)
     run(capsys, "verify", copied / "step-5")
     assert kept == [5]
 
@@ -206,13 +207,13 @@ def test_ls_takes_what_it_finds(copied, capsys, monkeypatch) -> None:
 
 def test_verify_calls_no_checkpoint_damaged_that_a_job_deletes(copied, capsys, monkeypatch) -> None:
     shutil.rmtree(copied / "step-15")  # which is damaged
-    inspect = commit.inspect
+    inspect = integrity.inspect
 
     def inspect_late(path: Path) -> dict:
         shutil.rmtree(copied / "step-5", ignore_errors=True)
         return inspect(path)
 
-    monkeypatch.setattr(commit, "inspect", inspect_late)
+    monkeypatch.setattr(integrity, "inspect", inspect_late)
     lines = ["step-5: deleted meanwhile", "step-10: good"]
     assert run(capsys, "verify", copied.parent) == (0, lines)
 
@@ -316,4 +317,4 @@ def test_models_of_other_formats_are_no_checkpoints(tmp_path) -> None:
         (tmp_path / name).write_text("{}")
     place, step = NamedPath("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
     assert find_candidates(place) == [step]
-    assert find_entries(place) == [step]
+    assert list_checkpoints(place) == [step]

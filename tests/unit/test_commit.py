@@ -11,9 +11,9 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from meshwright.checkpoint import commit, find, retention
-from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint import integrity, listing, retention, store
 from meshwright.checkpoint.index import INDEX
+from meshwright.checkpoint.integrity import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest, to_json
 from meshwright.checkpoint.retention import (
     Retention,
@@ -33,30 +33,37 @@ def save_all(folder: Path, *steps: int) -> None:
         publish(folder, step, "tensors")
 
 
+def choose(folder: Path, judge: store.Judge = integrity.inspect) -> tuple[str, list[str]]:
+    """The name of the newest good checkpoint, and what is said of those that are skipped."""
+    said: list[str] = []
+    choice = store.select(*store.of_job(folder, Checkpoint(enable=True)), judge, said.append)
+    return choice.place.path.name, said
+
+
 def step_chosen(folder: Path, load_step: int) -> int | None:
-    choice = find.choose(folder, Checkpoint(load_step=load_step))
-    return choice and choice.manifest["step"]
+    place, candidates = store.of_job(folder, Checkpoint(enable=True, load_step=load_step))
+    return store.select(place, candidates).manifest["step"] if candidates else None
 
 
 def damage(checkpoint: Path) -> list[str]:
     """Everything that a load would find."""
     try:
-        manifest = commit.inspect(checkpoint)
+        manifest = integrity.inspect(checkpoint)
     except DamagedError as error:
         return [error.what]
-    return commit.verify(checkpoint, manifest, list(manifest["files"]))
+    return integrity.verify(checkpoint, manifest, list(manifest["files"]))
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
-    assert commit.saved_steps(tmp_path / "none") == []
+    assert listing.saved_steps(tmp_path / "none") == []
     save_all(tmp_path, 5, 10)
-    commit.unfinished_folder(tmp_path, 15).mkdir()  # killed while writing
+    listing.unfinished_folder(tmp_path, 15).mkdir()  # killed while writing
     (tmp_path / "step-20-copy").mkdir()
-    assert commit.saved_steps(tmp_path) == [5, 10]
+    assert listing.saved_steps(tmp_path) == [5, 10]
     assert step_chosen(tmp_path, -1) == 10
     assert step_chosen(tmp_path, 5) == 5
     with pytest.raises(ConfigError, match="load_step = 15.*: 5, 10"):
-        find.choose(tmp_path, Checkpoint(load_step=15))
+        step_chosen(tmp_path, 15)
     (tmp_path / "step-4.0123456789abcdef.deleted").mkdir()  # killed while deleting
     clean_up(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -85,22 +92,21 @@ MAY_PASS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
 def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, number) -> None:
     publish(tmp_path, 5, "older")
     newest = publish(tmp_path, 10, "newest")
-    manifest, before = commit.inspect(newest), tree(tmp_path)
+    manifest, before = integrity.inspect(newest), tree(tmp_path)
     if number in MAY_PASS:  # and it does
         with failing_reads(name, number, 1) as failed:
-            choice = find.choose(tmp_path, Checkpoint())
-            assert (choice.path, choice.passed_over) == (newest, {})
+            assert choose(tmp_path) == (newest.name, [])
         assert failed == [str(newest / name)]
         with failing_reads(name, number, 1) as failed, being_read(newest):
-            assert commit.verify(newest, manifest, [INDEX]) == []
+            assert integrity.verify(newest, manifest, [INDEX]) == []
         assert failed == [str(newest / name)]
     with failing_reads(name, number, 99) as failed:
         raised = StorageError if number in MAY_PASS else ConfigError
         with pytest.raises(raised, match=f"step-10/{name} cannot be read: .*\n  fix: "):
-            find.choose(tmp_path, Checkpoint())
+            choose(tmp_path)
         assert len(failed) == (3 if number in MAY_PASS else 1)
         with pytest.raises(raised), being_read(newest):
-            commit.verify(newest, manifest, [INDEX])
+            integrity.verify(newest, manifest, [INDEX])
     assert tree(tmp_path) == before
     assert EXIT_CODES[StorageError] == EXIT_DATA
 
@@ -108,12 +114,12 @@ def test_a_read_error_is_no_damage_and_discards_nothing(tmp_path: Path, name, nu
 def test_a_file_that_another_machine_shows_late_is_no_damage(tmp_path: Path) -> None:
     """`inspect`, on the first rank's machine, has seen it."""
     newest = publish(tmp_path, 10, "newest")
-    manifest = commit.inspect(newest)
+    manifest = integrity.inspect(newest)
     with (
         failing_reads(INDEX, errno.ENOENT, 1),
         pytest.raises(StorageError, match="not visible"),
     ):
-        commit.verify(newest, manifest, [INDEX])
+        integrity.verify(newest, manifest, [INDEX])
 
 
 def test_retention_deletes_nothing_that_it_cannot_read_now(tmp_path: Path, caplog) -> None:
@@ -122,7 +128,7 @@ def test_retention_deletes_nothing_that_it_cannot_read_now(tmp_path: Path, caplo
     with failing_reads(MANIFEST, errno.EIO, 99):
         retention.apply()
         retention.wait()
-    assert commit.saved_steps(tmp_path) == [5, 10, 15]
+    assert listing.saved_steps(tmp_path) == [5, 10, 15]
     assert "could not be cleaned up" in caplog.text
 
 
@@ -155,12 +161,12 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
     for step in (5, 10, 15):
         publish(tmp_path, step, "tensors")
     HARM[says](tmp_path / "step-15")
-    choice = find.choose(tmp_path, Checkpoint())
-    assert (choice.path.name, choice.manifest["step"]) == ("step-10", 10)
-    assert list(choice.passed_over) == [tmp_path / "step-15"]
-    assert says in choice.passed_over[tmp_path / "step-15"]
+    name, (said,) = choose(tmp_path)
+    assert name == "step-10"
+    assert said.startswith(f"skipped {tmp_path / 'step-15'}, which is damaged: ")
+    assert says in said
     with pytest.raises(ConfigError, match="load_step = '.*step-15': is damaged") as error:
-        find.choose(tmp_path, Checkpoint(load_step=15))
+        step_chosen(tmp_path, 15)
     assert says in str(error.value)
 
     damaged = {"step-10": "content"}
@@ -168,14 +174,16 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
     def read(path: Path) -> Manifest:
         if path.name in damaged:
             raise DamagedError(path, damaged[path.name])
-        return commit.inspect(path)
+        return integrity.inspect(path)
 
-    choice = find.select(*find.of_job(tmp_path, Checkpoint()), read)
-    assert choice.path.name == "step-5"
-    assert [path.name for path in choice.passed_over] == ["step-15", "step-10"]
+    name, said = choose(tmp_path, read)
+    assert name == "step-5"
+    assert [line.split(",")[0] for line in said] == [
+        f"skipped {tmp_path / name}" for name in ("step-15", "step-10")
+    ]
     damaged["step-5"] = "worse"
     with pytest.raises(ConfigError, match="every checkpoint in it .* step-5: worse") as error:
-        find.select(*find.of_job(tmp_path, Checkpoint()), read)
+        choose(tmp_path, read)
     assert error.value.key == "job.dump_folder"
 
 
@@ -184,9 +192,9 @@ def test_a_damaged_one_is_deleted_in_its_turn_but_a_renamed_one_is_not(tmp_path:
     (tmp_path / "step-5" / MANIFEST).write_text("{")
     (tmp_path / "step-10").rename(tmp_path / "step-99")
     apply_retention(tmp_path, 2)
-    assert commit.saved_steps(tmp_path) == [15, 20, 99]
+    assert listing.saved_steps(tmp_path) == [15, 20, 99]
     apply_retention(tmp_path, 1)
-    assert commit.saved_steps(tmp_path) == [20, 99]
+    assert listing.saved_steps(tmp_path) == [20, 99]
 
 
 def test_the_newest_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
@@ -200,11 +208,11 @@ def test_the_newest_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> 
         (1, 0, [40, 100]),  # neither 60 nor 100 has a finite loss
     ):
         apply_retention(tmp_path, keep_latest_k, keep_every_n_steps=every_nth)
-        assert commit.saved_steps(tmp_path) == kept
+        assert listing.saved_steps(tmp_path) == kept
     theirs = publish(tmp_path / "other", 105)  # a link is a user's, and none of ours to resume from
     (tmp_path / "step-105").symlink_to(theirs)
     apply_retention(tmp_path, 1)
-    assert commit.saved_steps(tmp_path) == [40, 100, 105]
+    assert listing.saved_steps(tmp_path) == [40, 100, 105]
     publish(tmp_path, 110)
     apply_retention(tmp_path, 1)
     assert {path.name for path in tmp_path.iterdir()} == {"other", "step-105", "step-110"}
@@ -215,7 +223,7 @@ def test_checkpoints_that_stay_anyway_are_not_looked_at(tmp_path: Path, monkeypa
     save_all(tmp_path, *range(20, 420, 20), 415)
     monkeypatch.setattr(retention, "read_manifest", (read := Mock(wraps=retention.read_manifest)))
     apply_retention(tmp_path, 1, keep_every_n_steps=20)
-    assert commit.saved_steps(tmp_path) == [*range(20, 420, 20), 415]
+    assert listing.saved_steps(tmp_path) == [*range(20, 420, 20), 415]
     assert read.call_count < 4
 
 
@@ -226,7 +234,7 @@ def test_the_best_by_validation_is_kept_and_marked(tmp_path: Path) -> None:
     marked = {"step": 20, "validation_loss": 3.5, "checkpoint": "step-20"}
     assert json.loads((tmp_path / "best.json").read_text()) == marked
     apply_retention(tmp_path, 1, best=20)
-    assert commit.saved_steps(tmp_path) == [20, 40]
+    assert listing.saved_steps(tmp_path) == [20, 40]
     publish(tmp_path, 50, best_validation=[45, 3.0])  # which was not saved
     assert mark_best(tmp_path) is None
     publish(tmp_path, 60)  # resumed with other validation data: none of them is the best so far
@@ -239,7 +247,7 @@ def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Pat
     save_all(tmp_path, 5, 10, 15)
     with being_read(tmp_path / "step-10"), being_read(tmp_path / "step-10"):
         assert apply_retention(tmp_path, 1) == [10]
-        assert commit.saved_steps(tmp_path) == [10, 15]
+        assert listing.saved_steps(tmp_path) == [10, 15]
     rmtree = shutil.rmtree
 
     def remove(folder: Path) -> None:
@@ -251,7 +259,7 @@ def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Pat
 
     with patch("shutil.rmtree", remove):  # NFS keeps files that are open, and so their folder
         assert apply_retention(tmp_path, 1) == []
-    assert commit.saved_steps(tmp_path) == [15]
+    assert listing.saved_steps(tmp_path) == [15]
     with pytest.raises(ConfigError, match="step-10 is damaged"):
         being_read(tmp_path / "step-10").__enter__()
 
@@ -267,7 +275,7 @@ def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path, is_saved_again
         return True
 
     with (
-        patch.object(commit, "lock", delete_first),
+        patch.object(integrity, "lock", delete_first),
         pytest.raises(ConfigError, match="another job has just deleted it"),
     ):
         being_read(checkpoint).__enter__()
@@ -294,11 +302,11 @@ def test_a_manifest_of_a_later_version_is_an_error(tmp_path: Path) -> None:
     set_manifest(publish(tmp_path, 10), version=99)
     # passed over, it would be a resume from an older one that nobody asked for
     with pytest.raises(ConfigError, match="step-10: .*version 99; .* reads up to 1") as error:
-        find.choose(tmp_path, Checkpoint())
+        choose(tmp_path)
     assert not isinstance(error.value, DamagedError)
     publish(tmp_path, 15)
     assert apply_retention(tmp_path, 1) == []
-    assert commit.saved_steps(tmp_path) == [10, 15]  # nor is it deleted by who cannot read it
+    assert listing.saved_steps(tmp_path) == [10, 15]  # nor is it deleted by who cannot read it
 
 
 def strangers(folder: Path) -> set[str]:
@@ -336,7 +344,7 @@ def test_what_has_the_name_of_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
     (tmp_path / "step-15").symlink_to("nowhere")
     (tmp_path / "step-20").mkdir()
     save_all(tmp_path, 10, 15, 20)
-    assert commit.saved_steps(tmp_path) == [10, 15, 20]
+    assert listing.saved_steps(tmp_path) == [10, 15, 20]
     texts = [(tmp_path / f"step-10.aside{number}").read_text() for number in (1, 2)]
     assert texts == ["before", "keep"]
     assert (tmp_path / "step-15.aside0").is_symlink()
@@ -345,7 +353,7 @@ def test_what_has_the_name_of_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["saved_steps", "commit.set_aside"])
 def test_what_cannot_be_set_aside_is_an_error_of_every_rank(name, tmp_path, monkeypatch) -> None:
-    """`on_first_rank` tells a `ConfigError` to the others; any other error leaves them waiting."""
+    """The first rank tells a `ConfigError` to the others; any other error leaves them waiting."""
     save_all(tmp_path, 2, 4)
     error = OSError(errno.ELOOP, "Too many levels of symbolic links")
     monkeypatch.setattr(f"meshwright.checkpoint.retention.{name}", Mock(side_effect=error))
@@ -355,7 +363,7 @@ def test_what_cannot_be_set_aside_is_an_error_of_every_rank(name, tmp_path, monk
 
 def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, caplog) -> None:
     save_all(tmp_path, 5, 10)
-    commit.unfinished_folder(tmp_path, 15).mkdir()
+    listing.unfinished_folder(tmp_path, 15).mkdir()
     with patch("shutil.rmtree", side_effect=PermissionError(errno.EACCES, "Permission denied")):
         clean_up(tmp_path)
         apply_retention(tmp_path, 1)
@@ -367,7 +375,7 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, caplog) -> None:
 
 def test_a_save_under_way_is_not_cleaned_up(tmp_path: Path) -> None:
     for nonce in ("0" * 16, "1" * 16):
-        commit.unfinished_folder(tmp_path, 5, nonce).mkdir()
+        listing.unfinished_folder(tmp_path, 5, nonce).mkdir()
     clean_up(tmp_path, is_in_use=lambda nonce: nonce == "1" * 16)
     assert [path.name for path in tmp_path.iterdir()] == [f"step-5.{'1' * 16}.unfinished"]
 
@@ -382,7 +390,7 @@ def test_a_file_system_without_flock_or_fsync_is_named_and_used(
         with being_read(tmp_path / f"step-{step}"):
             pass
     apply_retention(tmp_path, 2)
-    assert commit.saved_steps(tmp_path) == [10, 15]
+    assert listing.saved_steps(tmp_path) == [10, 15]
     said = [record.getMessage() for record in caplog.records]
     assert sum("has no flock" in line for line in said) == 1
     for what in ("a folder", "a file"):
@@ -393,10 +401,10 @@ def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere_and_is_then_kept(tmp_p
     elsewhere, run = publish(tmp_path / "archive", 5), tmp_path / "run"
     publish(run, 10)
     (run / "step-5").symlink_to(elsewhere)
-    assert commit.saved_steps(run) == [5, 10]
+    assert listing.saved_steps(run) == [5, 10]
     publish(run, 15)
     apply_retention(run, 1)
-    assert commit.saved_steps(run) == [5, 15]
+    assert listing.saved_steps(run) == [5, 15]
 
 
 def test_a_folder_that_cannot_be_listed_for_a_moment_is_not_empty(tmp_path, monkeypatch) -> None:
@@ -404,4 +412,4 @@ def test_a_folder_that_cannot_be_listed_for_a_moment_is_not_empty(tmp_path, monk
     monkeypatch.setattr("meshwright.system.retries.RETRY_AFTER_S", (0.0,))
     answers = [OSError(errno.ESTALE, "Stale file handle"), os.scandir(tmp_path)]
     monkeypatch.setattr(os, "scandir", Mock(side_effect=answers))
-    assert commit.saved_steps(tmp_path) == [5]
+    assert listing.saved_steps(tmp_path) == [5]

@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_is_not_generated_from(tmp_path, capsys) -> None:
     generate_text([str(tmp_path / "dump"), *words])
     said = capsys.readouterr()
     assert said.out.startswith("abc")  # and nothing else is on stdout
-    assert "skipped step-10: the content of __0_0.distcp has changed" in said.err
+    assert "step-10, which is damaged: the content of __0_0.distcp has changed" in said.err
     with pytest.raises(ConfigError, match="is damaged: the content of __0_0.distcp"):
         generate_text([str(tmp_path / "dump" / "checkpoint" / "step-10"), *words])
 

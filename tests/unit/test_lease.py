@@ -15,8 +15,8 @@ from unittest.mock import patch
 import filelock
 import pytest
 
-from meshwright.checkpoint import commit
 from meshwright.checkpoint import lease as job_lease
+from meshwright.checkpoint import listing
 from meshwright.checkpoint.lease import FILE, JobLease, TakenOverError, holder, holds
 from meshwright.system import lease
 from meshwright.system.errors import ConfigError
@@ -241,7 +241,7 @@ def test_a_job_that_was_replaced_publishes_nothing(tmp_path: Path) -> None:
     rewrite(tmp_path / FILE, **FAR, token="1" * 32)
     with pytest.raises(TakenOverError, match="process .* on far"):
         publish(tmp_path, 10, nonce=f"{ours.nonce}0001")
-    assert commit.saved_steps(tmp_path) == [5]
+    assert listing.saved_steps(tmp_path) == [5]
     ours.give_back()
     assert (tmp_path / FILE).exists()  # it is the other's
 

@@ -8,12 +8,12 @@ from resource import RUSAGE_SELF, getrusage
 import pytest
 import torch
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.checkpoint import merge as merging
-from meshwright.checkpoint.find import Opened
 from meshwright.checkpoint.index import read_saved_tensors
 from meshwright.checkpoint.manifest import NO_JOB, read_manifest
 from meshwright.checkpoint.reader import CheckpointWeights
+from meshwright.checkpoint.store import Saved
 from meshwright.checkpoint.writer import write
 from meshwright.commands.checkpoint_merge import shares_of
 from meshwright.config.job_config import JobConfig
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_nothing(made, tmp_path, monkeypatch) -> None:
 KIB_OF_TENSOR = 1 << 17
 
 
-def peak_of_a_merge(parts: list[Opened], folder: Path) -> float:
+def peak_of_a_merge(parts: list[Saved], folder: Path) -> float:
     """Above the process before it, in tensors."""
     saved, before = read_saved_tensors(parts[0].place), getrusage(RUSAGE_SELF).ru_maxrss
     merging.merge(parts, [0.5, 0.25, 0.25], saved, folder)
@@ -192,9 +192,9 @@ def test_a_merge_takes_the_memory_of_the_sum_and_of_one_part(tmp_path) -> None:
     parts = []
     for step in (1, 2, 3):
         tensors = {f"model.{i}": torch.randn(KIB_OF_TENSOR // 4, 1024) for i in range(3)}
-        unfinished = commit.unfinished_folder(tmp_path, step)
+        unfinished = listing.unfinished_folder(tmp_path, step)
         write(tensors, unfinished, NO_JOB | {"step": step}, None, None)
-        path = commit.step_folder(tmp_path, step)
-        parts.append(Opened(NamedPath("test", path), read_manifest(path)))
+        path = listing.step_folder(tmp_path, step)
+        parts.append(Saved(NamedPath("test", path), read_manifest(path)))
     with ProcessPoolExecutor(1, fork_server(__name__)) as pool:
         assert pool.submit(peak_of_a_merge, parts, tmp_path / "merged").result() < 4.8

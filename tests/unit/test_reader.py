@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.checkpoint.staging import Staging
@@ -139,7 +139,7 @@ def test_copies_in_host_memory_are_written_without_the_device(
     monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", Loader)
     state = {"model.weight": torch.arange(10.0)}
     writer = CommittingWriter(
-        commit.unfinished_folder(tmp_path, 1), BARE | {"step": 1}, is_staged=is_staged
+        listing.unfinished_folder(tmp_path, 1), BARE | {"step": 1}, is_staged=is_staged
     )
     dcp.save(
         state,
@@ -147,7 +147,7 @@ def test_copies_in_host_memory_are_written_without_the_device(
         planner=StagedPlanner({"model.weight": state["model.weight"].clone()}.__getitem__),
         no_dist=True,
     )
-    assert commit.saved_steps(tmp_path) == [1]
+    assert listing.saved_steps(tmp_path) == [1]
     assert used == ([] if is_staged else ["that waits"])
 
 

@@ -16,15 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.checkpoint.commit import UNFINISHED
 from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves, own_part
 from meshwright.checkpoint.conversion.tokenizer_files import turn_end
 from meshwright.checkpoint.conversion.tokenizer_proof import prove_tokenizer
-from meshwright.checkpoint.find import saved_args
+from meshwright.checkpoint.listing import UNFINISHED
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.checkpoint.state import MODEL
+from meshwright.checkpoint.store import saved_args
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_ids, text_ends
 from meshwright.models.decoder import Decoder
 from meshwright.models.family import Family, ForeignTensor

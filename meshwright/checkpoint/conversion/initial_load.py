@@ -15,9 +15,9 @@ from meshwright.checkpoint.conversion.hf_folder import (
     find_tensors,
     is_hf_folder,
 )
-from meshwright.checkpoint.find import find_candidates, saved_args, select
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
+from meshwright.checkpoint.store import find_candidates, saved_args, select
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.models.config_json import Dimension
@@ -53,11 +53,9 @@ def find_initial(config: Checkpoint) -> InitialWeights:
         return InitialWeights("hf", place)
     candidates = find_candidates(place)
     _reject_other_formats(place, candidates)
-    found = select(place, candidates)
-    if found is None:
-        is_hf = is_hf_folder(place.path)
-        raise place.error("holds no checkpoint", _other(True) if is_hf else "")
-    return InitialWeights("ours", NamedPath(LOAD_KEY, found.path), found.manifest)
+    fix = _other(True) if is_hf_folder(place.path) else ""
+    place.check(bool(candidates), "holds no checkpoint", fix)
+    return InitialWeights("ours", *select(place, candidates))
 
 
 def _reject_other_formats(place: NamedPath, candidates: Sequence[Path]) -> None:

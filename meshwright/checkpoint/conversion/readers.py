@@ -1,21 +1,20 @@
 """Reads a job's initial weights on any mesh: each rank reads its shards of a folder."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tensors
 from meshwright.checkpoint.conversion.initial_load import LOAD_KEY, InitialWeights, find_initial
 from meshwright.checkpoint.conversion.stored import Slices, read_values
-from meshwright.checkpoint.find import find_candidates
-from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
+from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.checkpoint.reader import CheckpointWeights, Piece, Put, Weights
+from meshwright.checkpoint.store import open_checkpoint
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family, ForeignTensor, HuggingFaceForm
@@ -23,6 +22,7 @@ from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.initialize import fill_normal
 from meshwright.parallelisms.shards import Box, local_box, part_of_box
 from meshwright.system.files import NamedPath
+from meshwright.system.log import logger
 
 
 class HuggingFaceWeights(Weights):
@@ -155,25 +155,22 @@ def open_weights(initial: InitialWeights, family: Family, args: DecoderArgs) -> 
 
 
 @contextmanager
-def open_initial(config: Checkpoint, group: ProcessGroup) -> Iterator[InitialWeights]:
+def open_initial(config: Checkpoint, ranks: AllRanks) -> Iterator[InitialWeights]:
     """Give the folder to start from. The first rank chooses it.
 
     A checkpoint of ours is selected as for a resume, in a folder of several the newest good one,
-    and held meanwhile. Other formats have no checksums. Collective over `group`, which is the whole
-    job; its timeout has to be long enough for a rank's part of the files.
+    and held meanwhile. Other formats have no checksums. Collective.
 
     Raises:
         ConfigError: on every rank, if there is none, or the one that is named is damaged, or all.
     """
-    with ExitStack() as held:
-        initial = on_first_rank(partial(find_initial, config), group)
-        if initial.manifest is not None:
-            named = NamedPath(LOAD_KEY, Path(config.initial_load_path))
-            choice = select_on_ranks(lambda: (named, find_candidates(named)), group, held)
-            assert choice is not None  # `find_initial` has found one
-            place = NamedPath(LOAD_KEY, choice.path)
-            initial = initial._replace(place=place, manifest=choice.manifest)
+    initial = ranks.on_first(partial(find_initial, config))
+    if initial.manifest is None:
         yield initial
+        return
+    named = NamedPath(LOAD_KEY, Path(config.initial_load_path))
+    with open_checkpoint(named, logger.warning, readers=ranks) as choice:
+        yield InitialWeights("ours", *choice)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.checkpoint.index import Chunk
 from meshwright.checkpoint.reader import CheckpointWeights, compare
 from meshwright.checkpoint.state import MODEL, OPTIMIZER, RNG
@@ -92,7 +92,7 @@ def elements(a: Path, b: Path, step: int, ranks: int) -> Iterator[Element]:
         ranks: of the run B.
     """
     ours, theirs = (
-        CheckpointWeights(NamedPath(name, commit.step_folder(folder, step)), saved_name=str)
+        CheckpointWeights(NamedPath(name, listing.step_folder(folder, step)), saved_name=str)
         for name, folder in (("A", a), ("B", b))
     )
     for name, saved in ours.saved.items():
@@ -175,7 +175,7 @@ def _parts_of(saved_name: str) -> tuple[str, str]:
 
 def common_steps(a: Path, b: Path) -> list[int]:
     """Return the steps of which both folders hold a complete checkpoint."""
-    both = (set(commit.saved_steps(folder)) for folder in (a, b))
+    both = (set(listing.saved_steps(folder)) for folder in (a, b))
     return sorted(set.intersection(*both))
 
 

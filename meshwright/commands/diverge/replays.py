@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.commands.diverge.checkpoints import Element
 from meshwright.commands.diverge.flips import Known
 from meshwright.commands.diverge.trace import OtherValue, first_other_value
@@ -87,7 +87,7 @@ class Replays:
             if self._begin:
                 for run in (self._a, self._b):
                     folder = run.checkpoint_folder(run.start_of(self._last))
-                    stack.enter_context(held(commit.step_folder(folder, self._begin)))
+                    stack.enter_context(held(listing.step_folder(folder, self._begin)))
             self._exit = stack.pop_all()
         return self
 
@@ -106,7 +106,7 @@ class Replays:
         """
         runs = self._a, self._b
         folders = [run.checkpoint_folder(run.start_of(self._last)) for run in runs]
-        saved = [] if later is None else [str(commit.step_folder(one, later)) for one in folders]
+        saved = [] if later is None else [str(listing.step_folder(one, later)) for one in folders]
         steps = [*takewhile(self._is_as_last, range(self._last, self._last + 1 + MOST_BEHIND))]
         records = [{step: run.steps[step] for step in steps} for run in runs]
         known = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.manifest import NO_JOB
+from meshwright.checkpoint.store import Saved
 from meshwright.commands.experiment.registry import (
     Arm,
     Experiment,
@@ -25,9 +26,10 @@ from meshwright.commands.experiment.spec import BASE, Document, Request, Values
 from meshwright.config.changes import differences, to_json
 from meshwright.datasets.named_sources import entries, validation_entries
 from meshwright.system.errors import ConfigError, Mistakes, check, config_error, did_you_mean
+from meshwright.system.files import NamedPath
 from meshwright.system.machine import count_ranks
 from meshwright.train.best_validation import VALIDATED_ON
-from meshwright.train.facts import Saved, look, look_at_files
+from meshwright.train.facts import look, look_at_files
 from meshwright.train.resolve import ResolvedJob, resolve, resume_from
 
 RESUMES = "a run that is killed must resume"
@@ -318,7 +320,8 @@ def _check_resumes(arm: Arm, job: ResolvedJob, reference: ResolvedJob) -> None:
         "frozen": sorted(reference.frozen),
         "own_code": reference.own_code,
     }
+    place = NamedPath("", Path(f"step-{arm.branch} of {arm.on}"))
     try:
-        resume_from(job, Saved(Path(f"step-{arm.branch} of {arm.on}"), manifest))
+        resume_from(job, Saved(place, manifest))
     except ConfigError as error:
         raise ConfigError(arm.place, f"{arm.name}: {error}") from None

@@ -18,8 +18,8 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from meshwright.checkpoint.commit import saved_steps, step_folder
 from meshwright.checkpoint.lease import FILE as JOB_LEASE
+from meshwright.checkpoint.listing import saved_steps, step_folder
 from meshwright.commands.experiment.registry import Arm, Experiment, config_of, lease, save
 from meshwright.commands.experiment.results import (
     VALIDATIONS,

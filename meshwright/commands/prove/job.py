@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import RNG
 from meshwright.commands.prove.data import Vocabulary, first_cursor, open_source, parts_of
@@ -172,7 +172,7 @@ class ProofJob:
     def save(self) -> Path:
         """Save a checkpoint of the last step, and return its folder."""
         save(self.running, self._finished, is_last=True)
-        return commit.step_folder(self.resolved.checkpoint_folder, self._finished.step)
+        return listing.step_folder(self.resolved.checkpoint_folder, self._finished.step)
 
     def resume(self) -> None:
         """Go on as a new job that resumes from the checkpoint.

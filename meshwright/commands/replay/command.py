@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import listing
 from meshwright.config.command_line import Parser
 from meshwright.system.errors import ConfigError, check, numbered
 from meshwright.system.machine import count_gpus
@@ -94,7 +94,7 @@ def _request(recorded: "RecordedRun", step: int, given: Namespace) -> "Iterator[
 
     checkpoint = recorded.checkpoint_before(step)
     start = recorded.start_of(step)
-    path = commit.step_folder(recorded.checkpoint_folder(start), checkpoint)
+    path = listing.step_folder(recorded.checkpoint_folder(start), checkpoint)
     with (
         held(path) if checkpoint else nullcontext(),
         TemporaryDirectory(prefix="meshwright-replay-") as folder,

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint import integrity, listing
+from meshwright.checkpoint.integrity import being_read
 from meshwright.checkpoint.manifest import DamagedError, excluded_parts
 from meshwright.config.fields import Key
 from meshwright.config.job_config import JobConfig
@@ -54,7 +54,7 @@ class RecordedRun:
     def checkpoint_before(self, step: int) -> int:
         """Return the step of the nearest checkpoint before `step`; 0: the initial weights."""
         start = self.start_of(step)
-        saved = commit.saved_steps(self.checkpoint_folder(start))
+        saved = listing.saved_steps(self.checkpoint_folder(start))
         nearest = max((one for one in saved if one < step), default=0)
         begin = next(
             (row["step"] for row in self.run.starts if row.get("stage") == _stage(start)), 0
@@ -70,7 +70,7 @@ class RecordedRun:
         that one."""
         if checkpoint == 0 or checkpoint != start["step"]:
             return []
-        manifest = commit.inspect(commit.step_folder(self.checkpoint_folder(start), checkpoint))
+        manifest = integrity.inspect(listing.step_folder(self.checkpoint_folder(start), checkpoint))
         return sorted(excluded_parts(_from_json(start["config"]).checkpoint, manifest))
 
     def config(

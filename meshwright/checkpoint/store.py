@@ -1,68 +1,90 @@
-"""Finds the checkpoint that a job or a path means, verifies it, and holds it while it is read.
-
-Free of torch.
+"""Lists checkpoints, and opens the one that a job or a path means: it is chosen, verified, and held
+while it is read. Free of torch.
 """
 
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import NAME, being_read, entries, inspect, saved_steps, step_of
+from meshwright.checkpoint.integrity import being_read, inspect, verify
+from meshwright.checkpoint.listing import (
+    DELETED,
+    NAME,
+    UNFINISHED,
+    entries,
+    saved_steps,
+    step_folder,
+    step_of,
+)
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, check, where_it_ends
 from meshwright.system.files import NamedPath
 
+T = TypeVar("T")
 
-class Choice(NamedTuple):
-    """A checkpoint that its judge has found good."""
 
-    path: Path
+class Saved(NamedTuple):
+    """A checkpoint that was chosen: the one that is named, or the newest good one."""
+
+    place: NamedPath
+    """Its step's folder."""
     manifest: Manifest
-    passed_over: dict[Path, str]
-    """Newer ones that are damaged, and how."""
 
 
 Judge = Callable[[Path], Manifest]
-"""Returns the manifest of a checkpoint, or raises `DamagedError`. One process may judge, as
-`commit.inspect` and `open_checkpoint` do, or all ranks together, as `on_ranks.select_on_ranks`."""
+"""Returns the manifest of a checkpoint, or raises `DamagedError`."""
 
 
-def select(place: NamedPath, candidates: Iterable[Path], judge: Judge = inspect) -> Choice | None:
-    """Return the first of `candidates` that isn't damaged; None if there are no candidates.
+def select(
+    place: NamedPath,
+    candidates: Sequence[Path],
+    judge: Judge = inspect,
+    say: Callable[[str], object] = lambda line: None,
+) -> Saved:
+    """Return the first of `candidates` that isn't damaged.
 
     Args:
         place: of the one that is named, or of the folder that holds them.
         judge: by default, files that are all there in full are good, though their content isn't
             read.
+        say: is told which are skipped, and why.
 
     Raises:
-        ConfigError: if all are damaged: starting over would be a surprise.
+        ConfigError: if there are none; if all are damaged: starting over would be a surprise.
     """
+    if not candidates:
+        raise no_checkpoint(place)
     passed_over: dict[Path, str] = {}
     for path in candidates:
         try:
-            return Choice(path, judge(path), passed_over)
+            saved = Saved(NamedPath(place.key, path), judge(path))
         except DamagedError as error:
             passed_over[path] = error.what
+            continue
+        for newer, what in passed_over.items():
+            say(f"skipped {newer}, which is damaged: {what}")
+        return saved
     if place.path in passed_over:
         raise place.error(f"is damaged: {passed_over[place.path]}", "choose another step's folder")
     each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
     fix = "restore one of them, or choose a different folder"
-    place.check(not passed_over, f"every checkpoint in it is damaged: {each}", fix)
-    return None
+    raise place.error(f"every checkpoint in it is damaged: {each}", fix)
 
 
 def of_job(folder: Path, config: Checkpoint) -> tuple[NamedPath, list[Path]]:
     """Return what `select` takes of a job's folder: the checkpoint of `load_step`; otherwise all,
-    or those up to `rewind_to`. Raises `ConfigError` if none is there that a key names."""
+    or those up to `rewind_to`; none if checkpoints are off. Raises `ConfigError` if none is there
+    that a key names."""
+    if not config.enable:
+        return NamedPath("job.dump_folder", folder), []
     steps, place = saved_steps(folder), NamedPath("job.dump_folder", folder)
     there = ", ".join(map(str, steps)) or "none"
     if config.load_step != -1:
@@ -70,32 +92,26 @@ def of_job(folder: Path, config: Checkpoint) -> tuple[NamedPath, list[Path]]:
         fix = "name one of them, or -1 for the newest"
         check(config.load_step in steps, "checkpoint.load_step", config.load_step, rule, fix)
         steps = [config.load_step]
-        place = NamedPath("checkpoint.load_step", commit.step_folder(folder, config.load_step))
+        place = NamedPath("checkpoint.load_step", step_folder(folder, config.load_step))
     elif (last := config.rewind_to) != -1 and not _is_rewound(folder, steps, last):
         steps = [step for step in steps if step <= last]
         rule = f"no checkpoint in {folder} is so early: {there}"
         check(bool(steps), "checkpoint.rewind_to", last, rule, "name a later step")
-    return place, [commit.step_folder(folder, step) for step in reversed(steps)]
+    return place, [step_folder(folder, step) for step in reversed(steps)]
 
 
 def _is_rewound(folder: Path, steps: Sequence[int], last: int) -> bool:
     """Return whether the newest good one of `steps` was saved by a job with this `rewind_to`."""
     for step in reversed(steps):
         try:
-            saved = inspect(commit.step_folder(folder, step))["config"].get("checkpoint", {})
+            saved = inspect(step_folder(folder, step))["config"].get("checkpoint", {})
         except DamagedError:
             continue
         return bool(saved.get("rewind_to", -1) == last)
     return False
 
 
-def choose(folder: Path, config: Checkpoint) -> Choice | None:
-    """Return the checkpoint of `of_job` whose files are all there in full; raises as that and as
-    `select`."""
-    return select(*of_job(folder, config))
-
-
-def find_entries(place: NamedPath) -> list[Path]:
+def list_checkpoints(place: NamedPath) -> list[Path]:
     """Return the step's folder that `place` is, or all in it or in a folder in it (a dump folder),
     by step and name, whatever has become of them. Raises `ConfigError` if several folders in it
     hold some."""
@@ -125,19 +141,14 @@ def _folder_of_job(dump_folder: Path) -> list[Path]:
 
 
 def find_candidates(place: NamedPath) -> list[Path]:
-    """Return the complete ones of `find_entries`, the newest first; raises as that, and if `place`
-    is one that isn't complete."""
-    check_complete(place)
-    paths = find_entries(place)
+    """Return the complete ones of `list_checkpoints`, the newest first; raises as that, and if
+    `place` is one that isn't complete."""
+    is_partial = place.path.name.endswith((UNFINISHED, DELETED))  # being written, or deleted
+    place.check(not is_partial, "is not a complete checkpoint")
+    paths = list_checkpoints(place)
     if paths == [place.path]:
         return paths
     return [path for path in reversed(paths) if step_of(path.name) is not None]
-
-
-def check_complete(place: NamedPath) -> None:
-    """Raise `ConfigError` if it is a checkpoint that is being written or deleted."""
-    is_partial = place.path.name.endswith((commit.UNFINISHED, commit.DELETED))
-    place.check(not is_partial, "is not a complete checkpoint")
 
 
 def no_checkpoint(place: NamedPath) -> ConfigError:
@@ -146,45 +157,66 @@ def no_checkpoint(place: NamedPath) -> ConfigError:
     return place.error("holds no checkpoint", "name a job.dump_folder, or a step's folder in it")
 
 
-class Opened(NamedTuple):
-    """A checkpoint that may be read."""
+class Readers:
+    """The processes that judge a checkpoint together: this one alone. `on_ranks.AllRanks` are all
+    ranks of a job."""
 
-    place: NamedPath
-    """Its step's folder."""
-    manifest: Manifest
+    def on_first(self, ask: Callable[[], T]) -> T:
+        """Return what `ask` does in one of them."""
+        return ask()
+
+    def on_every(self, ask: Callable[[], T]) -> list[T]:
+        """Return what `ask` does in each of them."""
+        return [ask()]
+
+    def own_part(self, files: Sequence[str]) -> Sequence[str]:
+        """Return the files that this one reads, so that each is read by one of them."""
+        return files
+
+
+ALONE = Readers()
 
 
 @contextmanager
 def open_checkpoint(
-    place: NamedPath, say: Callable[[str], None], names: Sequence[str] | None = None
-) -> Iterator[Opened]:
+    place: NamedPath,
+    say: Callable[[str], object],
+    names: Sequence[str] | None = None,
+    *,
+    candidates: Sequence[Path] | None = None,
+    readers: Readers = ALONE,
+) -> Iterator[Saved]:
     """Give the checkpoint that `place` means, in a folder of several the newest good one. Its
     content was compared with its checksums, and no job's retention deletes it meanwhile.
+    Collective over `readers`.
 
     Args:
-        say: is told which are skipped, and why.
+        say: is told which are skipped, and why, in one of the processes.
         names: files whose content is read; None: all.
+        candidates: the newest first; None: of `place`.
 
     Raises:
         ConfigError: if there is none, if the one that is named is damaged, or if all are.
+        StorageError: if a process can't read its part now. Either is raised in all of them.
     """
     with ExitStack() as held:
 
-        def judge(path: Path) -> Manifest:
-            manifest = inspect(path)
+        def damage(path: Path, manifest: Manifest) -> list[str]:
             held.enter_context(being_read(path))  # a job may just have deleted it
             files = sorted(manifest["files"]) if names is None else names
-            if wrong := commit.verify(path, manifest, files):
+            return verify(path, manifest, readers.own_part(files))
+
+        def judge(path: Path) -> Manifest:
+            manifest = readers.on_first(partial(inspect, path))
+            parts = readers.on_every(partial(damage, path, manifest))
+            if wrong := "; ".join(what for part in parts for what in part):
                 held.close()
-                raise DamagedError(path, "; ".join(wrong))
+                raise DamagedError(path, wrong)
             return manifest
 
-        choice = select(place, find_candidates(place), judge)
-        if choice is None:
-            raise no_checkpoint(place)
-        for newer, what in choice.passed_over.items():
-            say(f"skipped {newer.name}: {what}")
-        yield Opened(NamedPath(place.key, choice.path), choice.manifest)
+        if candidates is None:
+            candidates = readers.on_first(partial(find_candidates, place))
+        yield select(place, candidates, judge, lambda line: readers.on_first(partial(say, line)))
 
 
 def saved_args(place: NamedPath, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
