@@ -179,9 +179,13 @@ def machine() -> str:
 
 
 def agrees(found: float, was: float, within: float) -> bool:
-    """Return whether a measured figure is the card's, to as many decimals as the card has."""
-    decimals = -int(Decimal(str(was)).as_tuple().exponent)
-    return abs(round(found, decimals) - was) <= within * abs(was)
+    """Return whether a measured figure is the card's, to as many decimals as the card has.
+
+    What lies between two of them agrees with both: 65.85 stands for 65.849 and for 65.851.
+    """
+    card = Decimal(str(was))
+    half = Decimal("0.5").scaleb(int(card.as_tuple().exponent))
+    return abs(Decimal(str(found)) - card) <= half + Decimal(within) * abs(card)
 
 
 def verify(names: list[str]) -> int:

@@ -132,6 +132,9 @@ def test_a_card_is_recorded_printed_and_verified(tmp_path, monkeypatch, capsys) 
 
 def test_a_figure_agrees_to_the_decimals_of_its_card() -> None:
     assert cards.agrees(63.28, 63.3, 0.0)
+    assert cards.agrees(65.85, 65.9, 0.0)
+    assert cards.agrees(65.85, 65.8, 0.0)
+    assert not cards.agrees(65.84, 65.9, 0.0)
     assert not cards.agrees(63.28, 63.27, 0.0)
     assert not cards.agrees(63.24, 63.3, 0.0)
     assert cards.agrees(4.4249, 4.4247, 0.001)
