@@ -110,8 +110,8 @@ def test_a_flipped_bit_is_named_with_its_element_and_rank(
     on_ranks(tmp_path / "b", *TWO, FLIP=f"{value} 6 1 77 {bit} {name}")
     for folders, run in ((("a", "b"), "B"), (("b", "a"), "A")):
         verdict = _result(capsys, 1, *(tmp_path / one for one in folders))["verdict"]
-        found = [verdict[key] for key in ("kind", "run", "step", "rank")]
-        assert found == ["tensor", run, 6, 1]
+        found = [verdict[key] for key in ("kind", "run", "since", "step", "rank")]
+        assert found == ["tensor", run, 6, 6, 1]
         assert (verdict["names"], verdict["element"]) == ([name, value], [18, 13])
         assert f"bit {bit} of the {value}" in verdict["text"]
         assert verdict["host"]
@@ -255,12 +255,16 @@ def test_without_sums_of_bits_in_between_the_step_is_one_of_several(base: Path) 
     comparison = _comparison(base, a=run, b=run, say=lambda _, text: said.append(text))
     other = OtherStep(8, ["loss"], 1e-3)
     for begin, words in ((4, "in one of steps 5 to 8, first"), (7, "in step 8, first")):
-        assert words in comparison._went_wrong("B", other, begin, []).text
+        found = comparison._went_wrong("B", other, begin, [])
+        assert words in found.text
+        assert (found.since, found.step) == (begin + 1, 8)
     comparison._say_records([other], [1, 7, 8])
     rows[7]["weights"] = []
     comparison._say_records([other], [1, 7, 8])
     comparison._say_records([other], [8])
-    assert "in step 8, first" in comparison._went_wrong("B", other, 4, []).text
+    found = comparison._went_wrong("B", other, 4, [])
+    assert "in step 8, first" in found.text
+    assert (found.since, found.step) == (8, 8)
     assert [text.partition(";")[0] for text in said] == [
         "equal losses and norms to step 7",
         "equal bits to step 7",

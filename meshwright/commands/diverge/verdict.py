@@ -62,6 +62,8 @@ class Verdict:
     host: str = ""
     gpu: str = ""
     """UUID; empty on a CPU."""
+    since: int | None = None
+    """The first step in which `run` may have gone wrong, at most `step`; None: it didn't."""
 
 
 @dataclass
@@ -310,15 +312,18 @@ class Comparison:
         flip tells the step: a changed bit may show in no loss before the next sums of bits."""
         text = f"the arithmetic of {f'run {run}' if run else 'one run'} went wrong by itself"
         since = max((begin, *(step for step in self._with_sums() if step < first.step))) + 1
-        is_one = flips or since >= first.step
-        text += f" in step {first.step}" if is_one else f" in one of steps {since} to {first.step}"
+        if flips or since >= first.step:
+            since = first.step
+            text += f" in step {since}"
+        else:
+            text += f" in one of steps {since} to {first.step}"
         why = "; config, code and data are innocent"
         is_known = 0 < len(first.groups) < len(self.a.groups)
         lone = None if flips else lone_element(apart, is_known=is_known)
         place = flips[0].place if flips else lone.place if lone else None
         if place is None:
             text += f", first in {first.names[0]}{why}"
-            return Verdict("run", text, first.names[:1], run, first.step)
+            return Verdict("run", text, first.names[:1], run, first.step, since=since)
         host, gpu = _gpus(self._starts[0 if run == "A" else 1]).get(place.rank, ("", ""))
         if flips:
             bits = " or ".join(f"bit {flip.bit} of the {flip.place.value}" for flip in flips)
@@ -329,7 +334,8 @@ class Comparison:
             self.say("3 checkpoints", f"{place.value}{place.words}: {lone.how_far}")
         text += f", in {what} (host {host}{f', GPU {gpu}' if gpu else ''}){why}"
         names = [place.parameter, place.value]
-        return Verdict("tensor", text, names, run, first.step, place.index, place.rank, host, gpu)
+        spot = place.index, place.rank, host, gpu
+        return Verdict("tensor", text, names, run, first.step, *spot, since)
 
     def _one_of(self, other: OtherStep, begin: int) -> Verdict | None:
         """Return the verdict where nothing can be replayed; None: it may be rounding."""
