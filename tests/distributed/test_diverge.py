@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,11 +29,13 @@ from meshwright.system import errors
 from meshwright.system.errors import ConfigError
 from tests.campaigns import divergence
 from tests.campaigns.divergence import TWO, documents, on_ranks, other_code
+from tests.campaigns.new_user import commands
 from tests.helpers.cli import command
 from tests.helpers.jobs import train_alone, train_on_ranks, wait_for
 
 diverge = command("diverge")
 
+ROOT = Path(__file__).parents[2]
 SHORT = ["--training.steps", 2, "--checkpoint.interval", 1, "--checkpoint.keep_latest_k", 0]
 
 
@@ -163,6 +166,16 @@ def test_patched_code_is_named_by_the_first_buffer_that_it_changes(tmp_path: Pat
     assert any("models/attention.py" in one["text"] for one in result["stages"])
     result = _result(capsys, 0, tmp_path / "a", tmp_path / "b")
     assert "--code-b" in result["verdict"]["text"]
+
+
+def test_the_patch_that_the_page_prints_is_the_one_of_the_test(tmp_path: Path) -> None:
+    (patch,) = (one for one in commands(ROOT / "docs/replay.md") if one.startswith("sed "))
+    changed = other_code(tmp_path, 0) / "meshwright/models/attention.py"
+    file = tmp_path / patch.split()[-1]
+    file.parent.mkdir(parents=True)
+    file.write_bytes((ROOT / "meshwright/models/attention.py").read_bytes())
+    subprocess.run(patch, shell=True, cwd=tmp_path, check=True)
+    assert file.read_text() == changed.read_text()
 
 
 @pytest.mark.slow

@@ -75,7 +75,11 @@ ELSEWHERE = {
     "tests/integration/test_python.py": ("meshwright train outputs/notebook/*",),
     "tests/unit/test_linux_corpus.py": ("*linux_corpus*",),
     "tests/distributed/test_replay_command.py": ("meshwright replay *", "* --documents *"),
-    "tests/distributed/test_diverge.py": ("meshwright diverge *", "*flipped_train.py *"),
+    "tests/distributed/test_diverge.py": (
+        "meshwright diverge *",
+        "*flipped_train.py *",
+        "*patched*",
+    ),
     "tests/distributed/test_rewind.py": ("* --training.exclude *",),
     "tests/unit/test_experiment.py": ("meshwright experiment *",),
     "tests/unit/test_ladder.py": ("meshwright ladder *",),

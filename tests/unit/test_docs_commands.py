@@ -42,7 +42,7 @@ OTHERS = {
         "mkdir",
     ),
     *("make", "mkdocs", "nohup", "pip", "pkill", "pre-commit", "python3", "rclone", "source"),
-    *("less", "lm_eval", "sort", "tail", "tensorboard", "torchrun", "touch"),
+    *("less", "lm_eval", "sed", "sort", "tail", "tensorboard", "torchrun", "touch"),
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*", re.DOTALL)
