@@ -538,6 +538,16 @@ def never_reached(config: JobConfig, steps: int) -> str:
     )
 
 
+def scale_of_microbatch(config: JobConfig) -> str:
+    """Return a note if results depend on the mesh beyond rounding in sums; or ""."""
+    if not config.float8.enable or config.float8.recipe_name != "tensorwise":
+        return ""
+    return (
+        "float8.recipe_name = 'tensorwise': a rank's tokens of a microbatch have one scale, so "
+        "losses depend on the mesh and on training.local_batch_size; those of rowwise don't"
+    )
+
+
 def long_window(config: JobConfig, spec: DecoderSpec) -> str:
     """Return a note if a window leaves out no token, since no sequence is longer; or ""."""
     longest = max((one.window or 0 for one in spec.attentions.values()), default=0)

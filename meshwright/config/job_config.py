@@ -368,7 +368,7 @@ class JobConfig(Section):
         """Whether FSDP2 has anything to shard, offload or add up; as `parallelize` decides."""
         p = self.parallelism
         cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-        return self.num_data_ranks * cut > 1 or needs_fsdp_alone(self.training, self.float8)
+        return self.num_data_ranks * cut > 1 or needs_fsdp_alone(self.training)
 
     @property
     def overlaps_tensor_parallel(self) -> bool:
@@ -406,10 +406,10 @@ def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
     return not training.mask_documents and parallelism.context_parallel_degree == 1
 
 
-def needs_fsdp_alone(training: Training, float8: Float8) -> bool:
-    """Return whether one rank needs FSDP2: to offload, since autograd wouldn't add up in fp32, or
-    since float8 layers don't cast their weights to bf16 first, as they do on several ranks."""
+def needs_fsdp_alone(training: Training) -> bool:
+    """Return whether one rank needs FSDP2: to offload, or since autograd wouldn't add up in
+    fp32."""
     adds_up_in_fp32 = training.mixed_precision_param == "float32" or (
         training.dtype == training.mixed_precision_reduce == "float32"
     )
-    return training.enable_cpu_offload or not adds_up_in_fp32 or float8.enable
+    return training.enable_cpu_offload or not adds_up_in_fp32

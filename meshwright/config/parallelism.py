@@ -164,14 +164,15 @@ class Float8(Section):
     install 'meshwright[float8]'). On GPUs of compute capability 8.9 or newer; best compiled."""
 
     enable: bool = False
-    """Multiply in float8. Weights, gradients, optimizer, communication and all other layers, the
-    output among them, stay as they are."""
+    """Multiply in float8. Weights, gradients, optimizer and all other layers, the output among
+    them, stay as they are."""
 
     recipe_name: Literal["rowwise", "tensorwise"] = "rowwise"
     """rowwise: each row and column that is multiplied has a scale, a power of two, so that the
-    model doesn't depend on the mesh beyond rounding. tensorwise: one scale for a full tensor. It
-    is faster, but a token's result then depends on the other tokens of its microbatch, so on the
-    mesh and on `training.local_batch_size`."""
+    model doesn't depend on the mesh beyond rounding. tensorwise: one scale for a tensor, and FSDP2
+    gathers weights in float8. It is faster. A weight's scale is of the full weight on every mesh,
+    but a token's result depends on the other tokens of its microbatch, so on the mesh and on
+    `training.local_batch_size`."""
 
     filter_fqns: list[str] = ["attention.wk", "attention.wv"]
     """Parts of names of layers that stay in `training.mixed_precision_param`. The default ones, the

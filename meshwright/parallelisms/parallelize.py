@@ -1,6 +1,5 @@
 """The order in which a model is made parallel."""
 
-import dataclasses
 import hashlib
 import logging
 import warnings
@@ -45,26 +44,24 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
 
     Parameters keep their names and types. A layer rounds its input, its weight and the gradient of
     its output to e4m3 (tensorwise: the gradient to e5m2), each scaled to the range of the type,
-    and the products are bf16. Source: Micikevicius et al. 2022, arXiv:2209.05433 (the types).
-    A stage of a pipeline takes its own of the `names`. Return a line for the log.
+    and the products are bf16. Scales of weights are of the full weight on every mesh. A stage of a
+    pipeline takes its own of the `names`. Return a line for the log. Source: Micikevicius et al.
+    2022, arXiv:2209.05433 (the types).
     """
-    with quiet_torchao():  # here, for it is optional, and its import takes 2 s
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    with quiet_torchao():
+        from meshwright.parallelisms import float8  # with torchao, which is optional
 
-    recipe = Float8LinearConfig.from_recipe_name(options.recipe_name)
-    convert_to_float8_training(
-        model,
-        config=dataclasses.replace(recipe, emulate=options.emulate),
-        module_filter_fn=lambda _, name: name in names,
-    )
+    float8.replace_layers(model, names, options)
     num_layers = sum(name in names for name, _ in model.named_modules())
-    note = f"float8: {num_layers} layers, {options.recipe_name}"
-    if options.emulate:
-        note += ", emulated"
-    # the others have one scale for a tensor, and ranks of another mesh have other tensors
-    if options.recipe_name != "rowwise":
-        note += "; losses depend on the mesh and on the local batch"
-    return note
+    emulated = ", emulated" if options.emulate else ""
+    return f"float8: {num_layers} layers, {options.recipe_name}{emulated}"
+
+
+def share_float8_scales(model: Decoder, meshes: Meshes) -> None:
+    """See `float8.share_scales`."""
+    from meshwright.parallelisms import float8  # with torchao, which `apply_float8` has imported
+
+    float8.share_scales(model, meshes)
 
 
 OURS = Path(__file__).parents[1]
@@ -166,12 +163,14 @@ def parallelize(
                 model, compilation.backend, recomputation, has_meshes=has_meshes, keeps_casts=casts
             )
         )
-    if meshes.world.size() == 1 and not needs_fsdp_alone(training, float8):
+    if meshes.world.size() == 1 and not needs_fsdp_alone(training):
         applied.append(
             data_parallel.compute_in(model, training.mixed_precision_param, fp32_modules)
         )
     else:
         applied.append(data_parallel.apply_fsdp(model, meshes, training, parallelism, fp32_modules))
+    if float8.enable:
+        share_float8_scales(model, meshes)
     return applied
 
 

@@ -14,7 +14,7 @@ from meshwright.checkpoint.manifest import OPTIMIZER, Manifest, excluded_parts
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.checkpoint.store import Saved
 from meshwright.config.changes import changed
-from meshwright.config.combinations import long_window, never_reached
+from meshwright.config.combinations import long_window, never_reached, scale_of_microbatch
 from meshwright.config.job_config import JobConfig, Update
 from meshwright.config.rules import Choice, broken_rules, check_rules, idle_keys
 from meshwright.config.stages import error_of_stage, staged
@@ -194,6 +194,7 @@ class ResolvedJob:
             *tokenizer_notes(self.tokenizer, self.config),
             self.reasons["training.mixed_precision_param"],
             self.reasons["compile.enable"],
+            scale_of_microbatch(self.config),
             min(slow),
             long_window(longest.config, self.model_args.table),
         )

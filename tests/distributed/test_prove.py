@@ -66,6 +66,7 @@ SMALL = small_job()
 WITH_DOCUMENTS = small_job("--training.mask_documents=true")
 STREAMED = small_job("--training.dataset_mode=streamed")
 FLOAT8 = small_job("--float8.enable=true")
+TENSORWISE = small_job("--float8.enable=true", "--float8.recipe_name=tensorwise")
 BALANCED = ("--model.name=qwen3_moe", "--experts.balance_loss=0.1")
 WITH_EXPERTS = small_job(*BALANCED)
 WITH_ALL = small_job(*BALANCED, "--optimizer.name=muon", "--checkpoint.average.decay=0.5")
@@ -148,6 +149,9 @@ SOUND = {
     "mtp, pp, bf16": (WITH_MTP, "bf16 sums", {"pp": 2}),
     "pp, float8": (FLOAT8, "bf16 sums", {"pp": 2}),
     "tp, float8": (FLOAT8, "bf16", {"tp": 2}),
+    "hsdp, float8 by tensor": (TENSORWISE, "bf16 sums", HSDP),
+    "tp-cp, float8 by tensor": (TENSORWISE, "bf16", {"tp": 2, "cp": 2}),
+    "pp, float8 by tensor": (TENSORWISE, "bf16 sums", {"pp": 2}),
 }
 
 

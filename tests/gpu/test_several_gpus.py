@@ -10,7 +10,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+from meshwright.commands.prove.bounds import BOUNDS
+from meshwright.system import hardware
 from tests.gpu.launch import outputs, run, started
 from tests.helpers.jobs import losses, ranks_of, records, wait_for
 from tests.helpers.needs import skip_without_mesh_of_experts
@@ -28,11 +31,16 @@ EP = "--parallelism.expert_parallel_degree=2"
 COMPILED = "--compile.enable=true"
 DOCUMENTS = "--training.mask_documents=true"
 WIDE = "--model.args.dim=64"  # flex attention takes heads of 16 and more
-CHANGES = (BF16, DOCUMENTS, WIDE)
+FLOAT8 = (BF16, "--float8.enable=true")
+BY_TENSOR = "--float8.recipe_name=tensorwise"
+CHANGES = (*FLOAT8, BY_TENSOR, DOCUMENTS, WIDE)
 Losses = dict[int, tuple[float, float]]
 AXES = {
     "FSDP": (),
     "FSDP, compiled": (COMPILED,),
+    "FSDP, float8": FLOAT8,
+    "FSDP, float8 by tensor, compiled": (*FLOAT8, BY_TENSOR, COMPILED),
+    "TP, float8 by tensor": (*TP, *FLOAT8, BY_TENSOR),
     "FSDP, offload": ("--training.enable_cpu_offload=true",),
     "HSDP": HSDP,
     "TP": TP,
@@ -66,12 +74,17 @@ def test_several_gpus_train_as_one(on_one, tmp_path: Path, axis: str) -> None:
     words = AXES.get(axis) or AXES_OF_FOUR.get(axis, ())
     if EP in words:
         skip_without_mesh_of_experts()
+    is_float8 = FLOAT8[1] in words
+    if is_float8 and not hardware.has_float8(torch.device("cuda")):
+        pytest.skip("this GPU does not multiply in float8")
     found = run(tmp_path, 4 if axis in AXES_OF_FOUR else 2, FOUR_LAYERS, *words)
     want = on_one(tuple(word for word in words if word in (*EXPERTS, *CHANGES)))
     assert found.keys() == want.keys()
     # the fused kernel of context parallelism takes 16 bits alone
     tolerance = 2e-2 if BF16 in words else 1e-4
-    assert found[1] == pytest.approx(want[1], rel=tolerance)  # AdamW hides the norm's scale later
+    # AdamW hides the norm's scale later
+    of_norm = BOUNDS["float8"].grad_norm if is_float8 else tolerance
+    assert found[1][1] == pytest.approx(want[1][1], rel=of_norm)
     for step, (loss, _) in want.items():
         assert found[step][0] == pytest.approx(loss, rel=tolerance), f"step {step}"
 

@@ -9,7 +9,6 @@ from meshwright.config import combinations
 from meshwright.config.fields import all_keys
 from meshwright.config.job_config import JobConfig, needs_fsdp_alone
 from meshwright.config.loader import load_config
-from meshwright.config.parallelism import Float8
 from meshwright.config.rules import Facts, Idle, Rule, idle_keys
 from meshwright.config.training import Training
 from meshwright.datasets.named_sources import idle_source_options
@@ -296,6 +295,5 @@ def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:
 )
 def test_one_rank_needs_fsdp_for_other_sums_than_in_fp32(dtype, param, reduce, needs) -> None:
     training = Training(dtype=dtype, mixed_precision_param=param, mixed_precision_reduce=reduce)
-    assert needs_fsdp_alone(training, Float8()) == needs
-    assert needs_fsdp_alone(training.model_copy(update={"enable_cpu_offload": True}), Float8())
-    assert needs_fsdp_alone(training, Float8(enable=True))
+    assert needs_fsdp_alone(training) == needs
+    assert needs_fsdp_alone(training.model_copy(update={"enable_cpu_offload": True}))

@@ -175,7 +175,7 @@ def test_names_and_weights_stay() -> None:
     model = float8_model("rowwise")
     assert [*dict(model.named_parameters())] == [*dict(plain_model().named_parameters())]
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {*layers_of()}
+    assert {name for name, kind in kinds.items() if kind == "Float8Layer"} == {*layers_of()}
     assert kinds["output"] == "Projection"
 
 
@@ -196,7 +196,7 @@ def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, recipe, k
     options = ON.model_copy(update={"recipe_name": recipe}) if recipe else Float8()
     parallelize(
         model,
-        SimpleNamespace(world=alone, tp=alone, cp=alone, ep=None),
+        SimpleNamespace(world=alone, tp=alone, cp=alone, ep=None, stage=alone),
         JobConfig(
             training=Training(mixed_precision_param="bfloat16"),
             compile=Compile(enable=True, backend=backend),

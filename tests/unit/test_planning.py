@@ -272,6 +272,8 @@ def test_a_plan_of_experts_deals_their_rows_out_evenly() -> None:
         sent.axis for sent in rank.traffic
     }  # without a pipeline a stage is all ranks
     text = to_text(plan, [rank], h100)
+    assert rank.time.waits == args.n_layers * count
+    assert f"split sizes {rank.time.waits} times" in text
     assert f"{_parameters(args.table.num_active_params)} of them active for a token" in text
     assert "experts of a rank get 1 times the mean" in text
     assert "experts of a rank get 2 times the mean" in to_text(plan, [crowded], h100)

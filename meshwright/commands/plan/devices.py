@@ -153,6 +153,10 @@ neighbors."""
 LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
 """Least times of an operator and of a collective."""
 
+WAIT_S = 30e-6
+"""That a GPU idles when the host waits for a number: its copy, and the launch of what follows. Not
+measured."""
+
 ERRORS = {"H100": 0.15, "H200": 0.2}
 """Of an estimated step time, by the first word of a device's name: within it are the published
 steps of benchmarks/results/plans.md, and the measured ones of gpu.md next to it."""

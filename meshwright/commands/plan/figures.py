@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from meshwright.commands.plan.devices import CAST, COLLECTIVE_S, FLOAT8, LAUNCH_S, Rates
+from meshwright.commands.plan.devices import CAST, COLLECTIVE_S, FLOAT8, LAUNCH_S, WAIT_S, Rates
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Record
 from meshwright.commands.plan.simulate import Simulation
 from meshwright.commands.plan.trace import FORWARD, LOSS, UPDATE, TraceEntry, ranks_in_node
@@ -158,6 +158,8 @@ def entry_seconds(entry: TraceEntry, device: Rates) -> float:
     if entry.axis:
         width = ring_width(entry.ranks, device, is_message=entry.name == "send")
         return COLLECTIVE_S + entry.sent_bytes / width
+    if is_wait(entry):
+        return COLLECTIVE_S + WAIT_S
     flops, num_bytes, parts = float(entry.flops), float(entry.num_bytes), device.parts
     cast_bytes = 0.0
     if "attention" in entry.name:
@@ -197,6 +199,8 @@ class StepTime:
     """Communication that computation waits for."""
     bubble: float
     """Part of the step in which the rank waits for other stages."""
+    waits: int = 0
+    """Of the host for the device, to learn how many tokens go to experts of other ranks."""
 
 
 def step_time(simulation: Simulation, resolved: ResolvedJob, device: Rates) -> StepTime | None:
@@ -238,7 +242,13 @@ def step_time(simulation: Simulation, resolved: ResolvedJob, device: Rates) -> S
     each, now = forward + backward, max(now, comm)
     seconds = now + simulation.left_out * each
     part = bubble(resolved, backward / each)
-    return StepTime(seconds / (1 - part), seconds - compute * seconds / now, part)
+    waits = sum(times for times, entry in simulation.whole_step() if is_wait(entry))
+    return StepTime(seconds / (1 - part), seconds - compute * seconds / now, part, waits)
+
+
+def is_wait(entry: TraceEntry) -> bool:
+    """Return whether the host waits for the device."""
+    return entry.name == "exchange_counts"
 
 
 def bubble(resolved: ResolvedJob, backward: float) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.commands.options import write_output
 from meshwright.commands.plan import devices, figures
-from meshwright.commands.plan.devices import GIB, Device, error_of_time, parts_of
+from meshwright.commands.plan.devices import GIB, WAIT_S, Device, error_of_time, parts_of
 from meshwright.commands.plan.figures import StepTime
 from meshwright.commands.plan.predict import Need, find_remedies, telling_ranks
 from meshwright.commands.plan.simulate import plan_job, simulate, worst_imbalance
@@ -245,6 +245,10 @@ def _time_lines(resolved: ResolvedJob, time: StepTime | None, device: Device) ->
     tokens, part = resolved.config.tokens_per_step / resolved.dims.num_ranks, error_of_time(device)
     error = f" (+-{100 * part:.0f} %)" if part else ""
     unlike = "" if part else "; no run on this device was compared"
+    waits = [
+        f"  the host waits for experts' split sizes {time.waits} times, for about "
+        f"{1e6 * WAIT_S:.0f} us each"
+    ]
     return [
         f"step: {time.seconds:.4g} s{error}, {tokens / time.seconds:,.0f} tokens/s per rank, "
         f"{100 * mfu(resolved, device, time.seconds):.1f} % MFU "
@@ -252,6 +256,7 @@ def _time_lines(resolved: ResolvedJob, time: StepTime | None, device: Device) ->
         f"attention's pairs): {parts_of(device).source}{unlike}",
         f"  exposed communication {time.exposed_s:.3g} s, "
         f"pipeline bubble {100 * time.bubble:.1f} %",
+        *(waits if time.waits else ()),
     ]
 
 

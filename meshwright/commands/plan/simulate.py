@@ -106,6 +106,7 @@ def simulate(
             mock.patch.object(expert_parallel, "on_host", dealt),
             # the compiler joins casts to other operators, so `entry_seconds` counts them
             mock.patch.object(parallelize, "apply_float8", return_value=""),
+            mock.patch.object(parallelize, "share_float8_scales"),
         ):
             return run_step(
                 resolved, meshes, FakeTensorMode(allow_non_fake_inputs=True), is_gpu=is_gpu

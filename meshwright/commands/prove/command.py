@@ -92,7 +92,7 @@ def run(options: Namespace) -> None:
 
     rows, count = list[Row](), len(cases)
     report.write(folder, small, rows, count)  # a folder that can't be written to is found now
-    print(report.explanation(report.ON_CONSOLE))
+    print(report.explanation(small, report.ON_CONSOLE))
     print(f"{folder}/proof.md has more columns.\n")
     checked = check_reference(config, small)
     print(f"reference against plain PyTorch: {checked.row}")

@@ -30,10 +30,17 @@ ON_CONSOLE = {
 """Width of each column that the console has. The name of a case is last: it may be long."""
 
 
-def explanation(columns: Collection[str] = COLUMNS) -> str:
-    """Return the meaning of `columns`, one line each."""
+def explanation(small: JobConfig, columns: Collection[str] = COLUMNS) -> str:
+    """Return the meaning of `columns`, one line each, for the job `small`."""
     lines = [f"{name}: {text}" for name, text in MEANINGS.items() if name in columns]
     head = "Every case trains the same small model as one process does."
+    if small.float8.enable and small.float8.recipe_name == "tensorwise":
+        bounds = BOUNDS["float8"]
+        lines.append(
+            "float8, tensorwise: where ranks have other tokens in a microbatch, these have another "
+            f"scale, and all are rounded anew: {bounds.rounding:g} errors of rounding is the bound "
+            f"of a gradient, and {bounds.loss:g} of the loss"
+        )
     return "\n".join([head, *lines, "docs/correctness.md derives the bounds, and those of bf16."])
 
 
@@ -147,7 +154,7 @@ def write(
         summary(rows, num_cases),
         f"Reference against plain PyTorch: {reference.row}.",
         _markdown(PROPERTY_COLUMNS, [property_cells(one) for one in properties]),
-        explanation(),
+        explanation(small),
         _markdown(COLUMNS, [cells(row) for row in rows]),
         "".join(failures),
     ]

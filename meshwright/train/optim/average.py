@@ -39,10 +39,10 @@ class Average(Observer):
     def after_update(self, skip_update: Tensor) -> None:
         """Take in the weights after a step; not if that was held back: () bool, on its device."""
         for mean, weight in self._shards():
-            # rounded once each, so shards of any mesh get the same bits; see `MatrixOptimizer`. In
-            # fp32 the two shares wouldn't add up to 1: 0.99999 would shrink every mean by 0.1 %
-            new = mean + (weight.float() - mean) * (1 - self._decay)
-            mean.copy_(torch.where(skip_update.to(mean.device), mean, new))
+            taken = torch.where(skip_update.to(mean.device), mean, weight)
+            # m + (t - m) share, the same bits for shards of any mesh. In fp32 two shares wouldn't
+            # add up to 1: 0.99999 would shrink every mean by 0.1 %
+            mean.lerp_(taken, 1 - self._decay)
 
     def on_validation(self, evaluate: Evaluate, is_stopped: Callable[[], bool]) -> dict[str, float]:
         """Evaluate the means as well."""

@@ -80,6 +80,10 @@ def update(
     with _on_local_shards(optimizer) if is_one else nullcontext():
         optimizer.step()
     del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+    # torch's fused optimizers change parameters that torch doesn't count as changed (2.13); those
+    # who keep something of the weights, as the scales of float8, look at the count
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
 
 
 @contextmanager

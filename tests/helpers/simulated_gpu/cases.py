@@ -63,6 +63,7 @@ FP32 = (f"{PRECISION}=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
 EXPERTS = ("--model.name=qwen3_moe",)
 EP = ("--parallelism.expert_parallel_degree=4",)
+TENSORWISE = ("--float8.enable=true", "--float8.recipe_name=tensorwise")
 SINKS = ("--model.name=gpt_oss",)
 """And windows; both are flex attention's on GPUs."""
 
@@ -75,6 +76,9 @@ ONE_GPU = {
 
 CASES = ONE_GPU | {
     "FSDP 8": Case({"dp_shard": 8}),
+    "one GPU, float8 tensorwise": Case({}, TENSORWISE),
+    "FSDP 8, float8 tensorwise": Case({"dp_shard": 8}, TENSORWISE),
+    "FSDP 4 x TP 2, float8 tensorwise": Case({"dp_shard": 4, "tp": 2}, TENSORWISE),
     "FSDP 8, accumulation": Case({"dp_shard": 8}, microbatches=2),
     "FSDP 8, every microbatch reduced": Case(
         {"dp_shard": 8}, ("--parallelism.fsdp_reduce_gradients=every_microbatch",), microbatches=2
@@ -124,9 +128,11 @@ COMPILED = {
         *("FSDP 8, documents, selective by op", "FSDP 4 x TP 2, full recomputation"),
         *("CP 4", "CP 4, documents", "FSDP 8, EP 4"),
         *("one GPU, sinks", "FSDP 4 x TP 2, sinks and documents", "CP 4, sinks"),
+        *("one GPU, float8 tensorwise", "FSDP 8, float8 tensorwise"),
     )
 } | {
     "FSDP 8, memory budget": Case({"dp_shard": 8}, _checkpointed("memory_budget")),
     "FSDP 8, float8": Case({"dp_shard": 8}, ("--float8.enable=true",)),
+    "one GPU, float8": Case({}, ("--float8.enable=true",)),
 }
 """Whose blocks are compiled for an H100."""
