@@ -128,7 +128,7 @@ def share_scales(model: nn.Module, meshes: Meshes) -> None:
                 with_scale[layer] = parameter
                 if parameter is not None:
                     gather_in_float8(parameter, layer)
-    if with_scale:  # before FSDP2's hook, which gathers the first weights
+    if with_scale:  # before FSDP2's hook, which gathers weights
         model.register_forward_pre_hook(WeightScales(with_scale, meshes.stage), prepend=True)
 
 
