@@ -46,8 +46,11 @@ def train(dims: ParallelDims, options: dict) -> tuple[float, dict[str, torch.Ten
     [
         (2, {"ac_mode": "selective"}),
         (2, BY_TENSOR | {"ac_mode": "selective"}),
+        (1, BY_TENSOR | {"compile_backend": "aot_eager"}),
         *slow(
             (2, {"enable_cpu_offload": True, "frozen": ["layers.1.feed_forward.w1.weight"]}),
+            (1, {"compile_backend": "aot_eager"}),
+            (2, BY_TENSOR | {"compile_backend": "aot_eager"}),
             (2, BY_TENSOR | {"enable_cpu_offload": True}),
             (4, BY_TENSOR),  # 66 rows: shards of 17 and of 15
         ),
