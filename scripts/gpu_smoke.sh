@@ -6,7 +6,7 @@
 # With --minutes, e.g. 4 or 8, each part ends by then: it may take half of the time that is left.
 # No wait in a step, kernels, initial values, resumes, offload, documents, experts, compiled and
 # deterministic runs, memory against the simulation. Then the speed of a cut 8B model, and rates of the
-# device, which plans assume; meshes, which share a single GPU, a killed rank.
+# device, which plans assume; a proof in the GPU's own kernels; meshes, which share a single GPU, a killed rank.
 set -uo pipefail
 seconds=0
 if [ "${1:-}" = --minutes ]; then
@@ -54,6 +54,8 @@ part driver 60 nvidia-smi
 tests=(-m pytest -vv -n 4 --dist load -rs --durations=10)
 part one_gpu 900 "$python" "${tests[@]}" tests/gpu/test_one_gpu.py
 part speed 1500 "$python" benchmarks/gpu_speed.py "$folder/speed"
+# a row as each case is done, and a line of what there are too few GPUs for
+part prove 600 "$python" -m meshwright prove debug_model --gpu --output "$folder/proof"
 part several_gpus 900 "$python" "${tests[@]}" tests/gpu/test_several_gpus.py
 part overhead 300 "$python" benchmarks/overhead.py
 part versions 60 "$python" -m torch.utils.collect_env

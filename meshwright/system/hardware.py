@@ -25,11 +25,7 @@ def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
     Raises:
         ConfigError: if torch sees none of them, or too few for this rank.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    rule = f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use none of them"
-    fix = "install a torch built for the driver that nvidia-smi shows, or set CUDA_VISIBLE_DEVICES="
-    fix += " to train on the CPU"
-    check(num_gpus > 0 or num_expected == 0, "GPUs", num_expected, rule, fix)
+    num_gpus = count_usable_gpus(num_expected)
     if num_gpus == 0:
         return torch.device("cpu")
     rule = f"torch can use {num_gpus} GPUs"
@@ -37,6 +33,23 @@ def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
     check(local_rank < num_gpus, "LOCAL_RANK", local_rank, rule, fix)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def count_usable_gpus(num_expected: int) -> int:
+    """Return how many GPUs torch sees.
+
+    Args:
+        num_expected: GPUs that the driver lists; 0: not known.
+
+    Raises:
+        ConfigError: if torch sees none of them.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rule = f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use none of them"
+    fix = "install a torch built for the driver that nvidia-smi shows, or set CUDA_VISIBLE_DEVICES="
+    fix += " to train on the CPU"
+    check(num_gpus > 0 or num_expected == 0, "GPUs", num_expected, rule, fix)
+    return num_gpus
 
 
 def device_name(device: torch.device) -> str:

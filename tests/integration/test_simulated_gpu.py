@@ -176,3 +176,21 @@ def test_a_plan_for_gpus_has_the_peak_of_the_simulated_gpu(figures) -> None:
     job = plan_job(load_config(case.words), case.world_size, is_gpu=True)
     planned = Memory(simulate_rank(job, case.rank, is_gpu=True).record).peak
     assert planned.num_bytes == pytest.approx(figures["FSDP 8"]["peak_bytes"], rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["debug_model", "--checkpoint.average.decay=0.5"],
+        ["debug_qwen3_moe", "--model.args.mtp_depth=1"],
+    ],
+)
+def test_a_proof_on_gpus_mixes_no_devices(tmp_path, words) -> None:
+    guard = build_guard(tmp_path)
+    if guard is None:
+        pytest.skip("needs g++")
+    line = [sys.executable, "-m", "tests.helpers.simulated_gpu.proof", str(guard), str(tmp_path)]
+    said = subprocess.run([*line, *words], cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.splitlines()[-1] == "cuda:0"

@@ -1,6 +1,7 @@
 """How many GPUs and cores this machine has for a job, also where its driver is ill."""
 
 import os
+import re
 import resource
 import tempfile
 from argparse import Namespace
@@ -12,12 +13,16 @@ import pytest
 
 from meshwright.commands.main import run
 from meshwright.commands.train import FIRST_MINUTE
+from meshwright.config.loader import load_config
+from meshwright.models.families.llama import FLAVORS
 from meshwright.system import machine
 from meshwright.system.errors import ConfigError
 from meshwright.system.machine import allow_files, count_cores, count_gpus, count_ranks, given_rank
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.main import _run_command_line
+from meshwright.train.resolve_model import resolve_model
 from tests.helpers.cli import command
+from tests.helpers.jobs import ROOT
 
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 ILL = f"echo '{MISMATCH}'; exit 18"
@@ -81,6 +86,15 @@ def test_the_debug_model_on_a_gpu_names_a_preset_of_its_size(
     folders = [f"--training.token_cache_folder={tmp_path}", f"--job.dump_folder={tmp_path}/out"]
     command("train")([preset, *data, *folders])
     assert (FIRST_MINUTE in capsys.readouterr().out) == (preset == "debug_model")
+
+
+def test_the_preset_of_that_size_needs_no_network_and_no_gated_tokenizer() -> None:
+    (preset,) = re.findall(r"CONFIG_FILE=(\S+) ./run_llama_train.sh$", FIRST_MINUTE)
+    config = load_config([str(ROOT / preset)])
+    assert (config.training.dataset, config.training.dataset_path) == ("sympy_source", "")
+    assert Path(config.model.tokenizer_path).is_relative_to(ROOT / "assets")
+    assert Path(config.model.tokenizer_path).is_file()
+    assert resolve_model(config)[1] == FLAVORS["llama3_1b"]
 
 
 def test_a_machine_without_room_for_temporary_files_is_an_error(smi, monkeypatch) -> None:

@@ -54,6 +54,11 @@ def test_a_group_uses_the_network_cards_of_its_ranks_in_a_node(ranks, is_message
     assert entry_seconds(entry, rates) == pytest.approx(COLLECTIVE_S + 1e9 / width)
 
 
+def test_a_group_is_no_faster_than_the_links_in_a_node() -> None:
+    rates = replace(estimated(H100), link_bytes_per_s=450e9, network_bytes_per_s=100e9)
+    assert ring_width(range(16), rates) == 450e9  # eight cards have 800
+
+
 @pytest.mark.parametrize(("is_fsdp", "waits"), [(True, 0), (False, 1)])
 def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     rates = estimated(H100)
@@ -72,9 +77,10 @@ def test_compiled_blocks_move_fewer_bytes_between_pointwise_operators() -> None:
     pointwise = _operator("mul", "bfloat16", 10**9, 0)
     in_block = replace(pointwise, at=AT._replace(module="layers.0"))
     matmul = _operator("mm", "bfloat16", 8, 10**12)
+    matmul_in_block = replace(in_block, name="mm", flops=1)
     copy = replace(in_block, is_fsdp=True)
     assert entry_seconds(in_block, compiled) == entry_seconds(in_block, eager) / 2
-    for other in (pointwise, copy, matmul):
+    for other in (pointwise, copy, matmul, matmul_in_block):
         assert entry_seconds(other, compiled) == entry_seconds(other, eager)
 
 

@@ -49,6 +49,9 @@ class Bounds:
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the largest relative error of one rounding."""
 
+TF32 = 2.0**-11
+"""The same of TF32, to which GPUs may round the factors of products in fp32."""
+
 TIES = 1 / 32
 """Part of gradients' elements that two sums in fp32 may round to different bf16 numbers."""
 
@@ -64,11 +67,40 @@ SUMS = Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16, other_choices=OTHERS)
 FLOAT8_SUMS = Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16)
 """The same in float8: numbers are 16 times as far apart, and errors 4 times as large."""
 
+
+def of_products(unit: float) -> Bounds:
+    """Return the bounds of products of rounded factors, that two computations round differently:
+    on another mesh, compiled, or by another kernel of attention.
+
+    A product of matrices A and B then is off by up to (2 u + n 2^-24) |A| |B|, for sums of n in
+    fp32 (Blanchard, Higham, Lopez, Mary and Pranesh 2020, SIAM J. Sci. Comput. 42(3), C124: tensor
+    cores). What becomes of that in a gradient is measured: e, the error of the reference's against
+    its own in fp32 and on the same device. Two that are each off by e differ by up to 2 e. The loss
+    is a mean over tokens, and may be off by u; the norm by 4 u. Adam's first updates are nearly
+    signs, and a part of about u, where gradients are below their error, may turn: so updates follow
+    the root of u.
+
+    Args:
+        unit: u, the largest relative error of one rounding.
+    """
+    return Bounds(
+        unit,
+        4 * unit,
+        1e-4,
+        0.5 * math.sqrt(unit / BF16),
+        unit,
+        4 * unit,
+        other_choices=8 * unit,
+        rounding=2.0,
+    )
+
+
 BOUNDS = {
     "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4, later_gradient=1e-3, choice_gap=1e-5),
     "bf16 sums": SUMS,
     # products of numbers that were added up in parts, and rounded
-    "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, other_choices=OTHERS, rounding=2.0),
+    "bf16": of_products(BF16),
+    "tf32": of_products(TF32),
     # after each step a weight may round to a neighbor, two roundings away: 18 until step 10
     "user types": replace(
         SUMS, later_loss=18 * BF16 / 8, later_grad_norm=18 * BF16, update_rounding=2.0

@@ -47,7 +47,7 @@ FP32: dict[str, Any] = {"mixed_precision_param": "float32", "fp32_modules": []}
 
 Degrees = Mapping[str, int]
 Sections = Mapping[str, Any]
-Kind = Literal["fp32", "bf16 sums", "bf16", "user types"]
+Kind = Literal["fp32", "tf32", "bf16 sums", "bf16", "user types"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Case:
     """Names the reference that it is held against, and the bounds. "bf16 sums": it multiplies the
     reference's own numbers, one sequence at a time, and only adds up in another order. "user types"
     does the same with weights, reductions and Muon in the config's types, which are fp32 in other
-    cases. Cases in bf16 multiply in float8 where the config does, and have wider bounds."""
+    cases. "tf32": as "fp32", but a GPU may round factors to TF32. Cases in bf16 multiply in float8
+    where the config does, and have wider bounds."""
 
     @property
     def bounds(self) -> str:
@@ -304,10 +305,10 @@ def _degrees(parallelism: Parallelism, args: DecoderArgs, axes: Collection[str])
         power = 1 << (most.bit_length() - 1)
         fitting = min(wanted[axis], most) if axis == "pp" else math.gcd(wanted[axis], power)
         mesh[axis] = max(2, fitting)
-    return _with_ep(mesh, parallelism.expert_parallel_degree)
+    return with_ep(mesh, parallelism.expert_parallel_degree)
 
 
-def _with_ep(mesh: dict[str, int], degree: int) -> dict[str, int]:
+def with_ep(mesh: dict[str, int], degree: int) -> dict[str, int]:
     """Return `mesh` with the largest part of an expert-parallel degree that its ranks allow."""
     ep = math.gcd(degree, *[math.prod(mesh.get(axis, 1) for axis in SHARING)])
     return mesh | ({"ep": ep} if ep > 1 else {})
@@ -332,7 +333,7 @@ def _compilable(shape: Degrees) -> Degrees:
     if num_ranks(shape) <= 4:
         return shape
     axes = [axis for axis in shape if axis != "ep"]
-    return _with_ep(dict.fromkeys(axes[:2], 2), min(shape.get("ep", 1), 2))
+    return with_ep(dict.fromkeys(axes[:2], 2), min(shape.get("ep", 1), 2))
 
 
 def _within_batch(shape: Degrees) -> Degrees:
@@ -363,9 +364,9 @@ def build_case(
     degrees = {key: mesh.get(axis, 1) for axis, key in DEGREES.items()}
     updates["parallelism"] = updates.get("parallelism", {}) | degrees
     local = {"local_batch_size": GLOBAL_BATCH // (dp * max(num_microbatches, 1))}
-    precision = FP32 if kind == "fp32" else {}
+    precision = FP32 if kind in ("fp32", "tf32") else {}
     if small.float8.enable:
-        updates["float8"] = {"enable": kind != "fp32"}
+        updates["float8"] = {"enable": not precision}
         name = name.replace("bf16", "float8")
     stored: Options = {} if kind == "user types" else stored_in_fp32(small)
     updates["training"] = (

@@ -6,6 +6,7 @@ import functools
 import gc
 import hashlib
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ from meshwright.models.loss import PADDING, Batch
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.shards import local_shard
+from meshwright.system import hardware
 from meshwright.system.processes import Launch
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.facts import look
+from meshwright.train.facts import JobFacts, look
 from meshwright.train.job import FinishedStep, save
 from meshwright.train.optim.update import LR_SCALE
 from meshwright.train.resolve import resolve
@@ -50,6 +52,30 @@ _meshes = functools.cache(build_meshes)
 @functools.cache
 def _checkpoints(folder: Path) -> CheckpointManager:
     return CheckpointManager(folder, Checkpoint(enable=True))
+
+
+def own_device() -> torch.device:
+    """Return this rank's GPU, made current, if its collectives are NCCL's; else the CPU."""
+    if dist.get_backend() == "nccl":
+        return hardware.pick_device(int(os.environ["LOCAL_RANK"]), num_expected=1)
+    return torch.device("cpu")
+
+
+def look_on(device: torch.device, config: JobConfig, world_size: int) -> JobFacts:
+    """Return the facts of a small job, and have a GPU take deterministic kernels or not."""
+    if device.type == "cpu":
+        return look(config, world_size)
+    hardware.make_deterministic()
+    torch.use_deterministic_algorithms(config.training.deterministic)
+    torch.set_float32_matmul_precision("highest")
+    return look(
+        config,
+        world_size,
+        expects_gpus=True,
+        device_type=device.type,
+        device_memory_gib=hardware.memory_gib(device),
+        has_float8=hardware.has_float8(device),
+    )
 
 
 def clear_checkpoints(folder: Path) -> None:
@@ -86,8 +112,9 @@ class ProofJob:
             "checkpoint": {"enable": True},
         }
         config = changed(config, folders)
+        self._device = own_device()
         clear_checkpoints(dump_folder / config.checkpoint.folder)
-        self.resolved = resolve(config, look(config, world_size))
+        self.resolved = resolve(config, look_on(self._device, config, world_size))
         vocabulary = Vocabulary(self.resolved.model_args.vocab_size)
         self.resolved = dataclasses.replace(self.resolved, tokenizer=vocabulary)
         training = self.resolved.config.training
@@ -95,7 +122,7 @@ class ProofJob:
         sources = [open_source(training, size, seed, part) for part, seed in parts_of(training)]
         validation_sources = [open_source(training, size, training.seed + 1)]
         self.data = Data(sources, validation_sources, first_cursor(sources, training))
-        self.meshes = _meshes(self.resolved.dims, "cpu")
+        self.meshes = _meshes(self.resolved.dims, self._device.type)
         self._seconds = 0.0
         self.running = self._set_up()
         prepare_weights(self.trainer)
@@ -115,7 +142,7 @@ class ProofJob:
         with contextlib.redirect_stdout(None):
             job = set_up(
                 self.resolved,
-                torch.device("cpu"),
+                self._device,
                 _checkpoints(self.resolved.checkpoint_folder),
                 Heartbeat(),
                 Launch(),
@@ -149,7 +176,9 @@ class ProofJob:
                 samples[step, index] = _hash(*sample)
         # the first step shows gradients as they are
         trainer = job.trainer if step > 1 else dataclasses.replace(job.trainer, max_norm=math.inf)
-        result = trainer.step(step, data.batches, job.detector)
+        batches = [batch.to(self._device) for batch in data.batches]
+        with hardware.ordered_attention(job.attention):
+            result = trainer.step(step, batches, job.detector)
         self._finished = FinishedStep(step, data, result)
         self._seconds += 1
         job.reporter.count(step, 0.0)
@@ -164,9 +193,10 @@ class ProofJob:
         """Return the metrics of a validation, by name."""
         assert self.running.validate is not None
         evaluate = functools.partial(self.running.validate, self.model, lambda: False, _fail)
-        figures = evaluate()
-        if self.trainer.average is not None:
-            figures |= self.trainer.average.on_validation(evaluate, lambda: False)
+        with hardware.ordered_attention(self.running.attention):
+            figures = evaluate()
+            if self.trainer.average is not None:
+                figures |= self.trainer.average.on_validation(evaluate, lambda: False)
         return figures
 
     def save(self) -> Path:

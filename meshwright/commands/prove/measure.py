@@ -43,23 +43,34 @@ StepChoices = Mapping[int, tuple[Choices, Tensor]]
 
 
 @in_short_chunks
-def record_reference(config: JobConfig, file: Path) -> Measurement:
-    """Train on this one process; write weights, gradients and updates to `file`."""
-    measuring = _Measuring(config, 1, file.parent, {})
+def record_reference(config: JobConfig, file: Path, allows_tf32: bool = False) -> Measurement:
+    """Train on this one process; write weights, gradients and updates to `file`.
+
+    Args:
+        allows_tf32: a GPU may round factors of products in fp32 to TF32.
+    """
+    measuring = _Measuring(config, 1, file.parent, {}, allows_tf32)
     measuring.run()
     whole = {
-        kind: {name: local_box(tensor)[0] for name, tensor in tensors.items()}
+        kind: {name: local_box(tensor)[0].cpu() for name, tensor in tensors.items()}
         for kind, tensors in measuring.tensors.items()
     }
-    torch.save(whole | {"choices": measuring.choices}, file)
+    choices = {
+        step: ({layer: chosen.cpu() for layer, chosen in of_step.items()}, is_token)
+        for step, (of_step, is_token) in measuring.choices.items()
+    }
+    torch.save(whole | {"choices": choices}, file)
     return measuring.result
 
 
 @in_short_chunks
-def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
+def measure(
+    config: JobConfig, world_size: int, file: Path, allows_tf32: bool = False
+) -> Measurement:
     """Train on this rank's part of the mesh and compare with `file`. Collective."""
     reference = torch.load(file, weights_only=True)
-    measuring = _Measuring(config, world_size, file.parent, reference["choices"])
+    choices = reference["choices"]
+    measuring = _Measuring(config, world_size, file.parent, choices, allows_tf32)
     measuring.run()
     measuring.result.shards = {
         kind: _compare_shards(measuring.tensors[kind], reference[kind]) for kind in COMPARED
@@ -81,12 +92,22 @@ class _Measuring:
     """
 
     def __init__(
-        self, config: JobConfig, world_size: int, root: Path, reference_choices: StepChoices
+        self,
+        config: JobConfig,
+        world_size: int,
+        root: Path,
+        reference_choices: StepChoices,
+        allows_tf32: bool = False,
     ) -> None:
         # graphs of other cases in this process count against a limit
         torch.compiler.reset()
         self._job = ProofJob(config, world_size, root)
         self._config = self._job.resolved.config
+        # a GPU adds up in any order, unless it is told otherwise
+        is_gpu = self._job.meshes.world.device_type == "cuda"
+        if is_gpu:
+            torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
+        self._is_bitwise = self._config.training.deterministic or not is_gpu
         self._watched = WatchedMetrics(self._job.trainer.own_metrics)
         if world_size == 1:
             self._job.trainer.own_metrics = self._watched
@@ -155,7 +176,8 @@ class _Measuring:
         """Validate; the steps that follow show whether this disturbed anything."""
         first, second = self._job.validate(), self._job.validate()
         self.result.validation = first
-        self.result.unlike_before = [name for name in second if second[name] != first[name]]
+        if self._is_bitwise:
+            self.result.unlike_before = [name for name in second if second[name] != first[name]]
 
     def _save(self) -> None:
         """Save, and note the tensors that aren't, where this rank holds them, as in the job.
@@ -199,7 +221,7 @@ class _Measuring:
         result.narrow_reductions = narrower(self._reductions, reduce_type)
         num_others = sum(int(replay.num_others) for replay in self._replays)
         result.other_choices = num_others, sum(replay.num_tokens for replay in self._replays)
-        gaps = [torch.zeros(()), *(replay.gap for replay in self._replays)]
+        gaps = [torch.zeros(()), *(replay.gap.cpu() for replay in self._replays)]
         result.choice_gap = torch.stack(gaps).max().item()  # which keeps NaN
 
     def _resume(self) -> None:
@@ -211,6 +233,8 @@ class _Measuring:
             result.wrong_after_load = [first_line(error)]
             return
         result.wrong_after_load = different(self._job.state_dict(), self._at_save)
+        if not self._is_bitwise:
+            return
         for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
             with self._routed(self.choices[step][0]):
                 record = _comparable(self._job.step(step, result.resumed_samples))
@@ -237,7 +261,7 @@ def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
         for name in sorted(mine.keys() | wanted.keys())
         if name not in mine
         or name not in wanted
-        or not torch.equal(local_box(mine[name])[0], local_box(wanted[name])[0])
+        or not torch.equal(local_box(mine[name])[0].cpu(), local_box(wanted[name])[0].cpu())
     ]
 
 
@@ -274,7 +298,7 @@ def _compare_shards(local: Tensors, whole: Tensors) -> dict[str, ShardComparison
     comparisons = {}
     for name, tensor in local.items():
         mine, offset = local_box(tensor)
-        theirs = part_of(whole[name], tensor)
+        mine, theirs = mine.cpu(), part_of(whole[name], tensor)
         difference = (mine.double() - theirs.double()).square().sum().item()
         num_different = int((mine != theirs).sum().item())
         comparisons[name] = ShardComparison(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.commands.prove.cases import reference_case
 from meshwright.commands.prove.checked import NAMED
+from meshwright.commands.prove.job import look_on, own_device
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.weights import (
     calm_post_norms,
@@ -34,7 +35,6 @@ from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.system.errors import in_ranges
 from meshwright.train.build import build_model
-from meshwright.train.facts import look
 from meshwright.train.resolve import resolve
 
 LOGITS_BOUND = 1e-5
@@ -63,13 +63,14 @@ class Property:
         return "FAILED" if self.failures else "equal"
 
 
-def check_properties(small: JobConfig) -> list[Property]:
+def check_properties(small: JobConfig, backend: str = "gloo") -> list[Property]:
     """Measure `causal`, `reach` and `isolation` in a separate process, in less than a second.
 
     Args:
         small: from `shrink`.
+        backend: of the process, as `RankPool` takes it.
     """
-    with closing(RankPool(1)) as pool:
+    with closing(RankPool(1, backend=backend)) as pool:
         try:
             properties: list[Property] = pool.run(measure_properties, small)[0]
         except RankError as error:
@@ -83,9 +84,10 @@ def measure_properties(small: JobConfig) -> list[Property]:
     config = reference_case(small).config
     args = config.model.args | {"mtp_depth": 0}  # what predictors see has no logits
     config = changed(config, {"model": {"args": args}})
-    resolved = resolve(config, look(config, 1))
+    device = own_device()
+    resolved = resolve(config, look_on(device, config, 1))
     training = resolved.config.training
-    model = build_model(resolved, build_meshes(resolved.dims, "cpu"), torch.device("cpu"))
+    model = build_model(resolved, build_meshes(resolved.dims, device.type), device)
     decoder = model.stages[0]
     initialize(decoder, training.seed)
     show_attention(decoder)
@@ -96,11 +98,12 @@ def measure_properties(small: JobConfig) -> list[Property]:
         mixture.losses = BalanceLosses()
     generator = torch.Generator().manual_seed(training.seed)
     size = (2, training.seq_len)
-    tokens = torch.randint(resolved.model_args.vocab_size, size, generator=generator)
+    tokens = torch.randint(resolved.model_args.vocab_size, size, generator=generator).to(device)
     documents = None
     if training.mask_documents:
         lengths = document_lengths(training.seq_len)
         documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        documents = documents.to(device)
     return [
         check_causal(decoder, tokens[0], documents),
         check_reach(decoder, tokens[0], documents),
@@ -154,7 +157,7 @@ def check_causal(decoder: Decoder, tokens: Tensor, documents: Tensor | None) -> 
     """
     seq_len, vocab_size = len(tokens), decoder.table.vocab_size
     # row t keeps the tokens up to t, so the last row has them all
-    is_kept = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
+    is_kept = torch.ones(seq_len, seq_len, dtype=torch.bool, device=tokens.device).tril()
     rows = torch.where(is_kept, tokens, (tokens + 1) % vocab_size)
     original = _Choices()
     _logits(decoder, tokens.expand(seq_len, -1), documents, original)
@@ -238,11 +241,12 @@ def check_reach(decoder: Decoder, tokens: Tensor, documents: Tensor | None) -> P
     seq_len, layers = len(tokens), decoder.table.layers
     windows = [window_of(layer) for layer in layers]
     measured = _seen_by_layer(decoder, tokens, documents)
-    wanted = [visible_keys(seq_len, window, documents) for window in windows]
+    of_tokens = None if documents is None else documents.cpu()
+    wanted = [visible_keys(seq_len, window, of_tokens) for window in windows]
     # a token of the first layer reaches a logit through any chain of layers
     total = None if None in windows else 1 + sum(window - 1 for window in windows if window)
     measured.append(_seen_by_decoder(decoder, tokens, documents))
-    wanted.append(visible_keys(seq_len, total, documents))
+    wanted.append(visible_keys(seq_len, total, of_tokens))
     names = [*(f"layer {number}" for number in range(len(layers))), "the decoder"]
     num_wrong, failures = 0, list[str]()
     for name, seen, should_see in zip(names, measured, wanted, strict=True):
@@ -331,7 +335,7 @@ def _has_gradient(outputs: Tensor, inputs: Tensor) -> Tensor:
     One backward serves all queries, since sequence t has the gradient of query t only.
     """
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(outputs.shape[-1], generator=generator)
+    weights = torch.randn(outputs.shape[-1], generator=generator).to(outputs.device)
     own = outputs.diagonal(dim1=0, dim2=1).transpose(0, 1)  # (S, D)
     (gradient,) = torch.autograd.grad((own * weights).sum(), inputs)
-    return (gradient != 0).any(-1)
+    return (gradient != 0).any(-1).cpu()

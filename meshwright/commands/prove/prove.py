@@ -1,6 +1,7 @@
 """Runs cases one after the other, and judges each."""
 
 import contextlib
+import functools
 import os
 import re
 import tempfile
@@ -17,6 +18,7 @@ from meshwright.commands.prove.cases import Case, Kind, reference_case
 from meshwright.commands.prove.compare import compare
 from meshwright.commands.prove.measure import measure, record_reference
 from meshwright.commands.prove.measurement import COMPARED, Reference
+from meshwright.commands.prove.on_gpus import why_not_on
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.verdict import Verdict
 from meshwright.config.job_config import JobConfig
@@ -38,10 +40,13 @@ class Row:
     seconds: float
 
 
-def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
+def prove(small: JobConfig, cases: Sequence[Case], gpus: int = 0) -> Iterator[Row]:
     """Run `small` on one process, then every case on real ranks; a row as each is done.
 
     Ranks of a pool are kept for all cases of its size, and only one size lives at a time.
+
+    Args:
+        gpus: of this machine, one for each rank; 0: ranks run on CPUs.
 
     Raises:
         ConfigError: if the job can't be run on one process either.
@@ -50,8 +55,11 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
     # one after the other, load a trial in a process that imports torch: up to ten, for a minute.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     pool: RankPool | None = None
+    start_pool = functools.partial(
+        RankPool, timeout_s=RANK_TIMEOUT_S, backend="nccl" if gpus else "gloo"
+    )
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        with contextlib.closing(RankPool(1, RANK_TIMEOUT_S)) as alone:
+        with contextlib.closing(start_pool(1)) as alone:
             kinds = {case.kind for case in cases}
             try:
                 references = record_references(alone.run, small, kinds, Path(folder))
@@ -63,28 +71,29 @@ def prove(small: JobConfig, cases: Sequence[Case]) -> Iterator[Row]:
                 fix = f"correct what the line does, for a model of {size} as well; no case was run"
                 raise ConfigError("", f"{rule}\n  fix: {fix}") from error
         for case in sorted(cases, key=lambda case: case.world_size):
-            if reason := _why_not(case):
+            if reason := (why_not_on(case, gpus) if gpus else "") or _why_not(case, gpus > 0):
                 yield Row(case, Verdict(not_run=reason), 0.0)
                 continue
             if pool is None or pool.world_size != case.world_size:
                 stack.close()
-                pool = RankPool(case.world_size, RANK_TIMEOUT_S)
+                pool = start_pool(case.world_size)
                 stack.callback(pool.close)
             start = time.perf_counter()
             reference, file = references[case.kind]
             try:
-                ranks = pool.run(measure, case.config, case.world_size, file)
+                is_tf32 = case.kind == "tf32"
+                ranks = pool.run(measure, case.config, case.world_size, file, is_tf32)
                 verdict = compare(reference, ranks, bounds_of(case))
             except RankError as error:  # a case that fails on the way takes its ranks with it
                 verdict, pool = Verdict([f"stopped: {error}"], details=error.details), None
             yield Row(case, verdict, time.perf_counter() - start)
 
 
-def _why_not(case: Case) -> str:
-    """Return why this machine can't run the case; "" if it can."""
+def _why_not(case: Case, is_gpu: bool) -> str:
+    """Return why this machine can't compile the case; "" if it can, or needn't."""
     compilation = case.config.compile  # a case with "auto" has an option that needs the compiler
     starts_compiler = compilation.enable is not False and compilation.backend == "inductor"
-    return why_no_compiler() if starts_compiler else ""
+    return why_no_compiler(is_gpu) if starts_compiler else ""
 
 
 def record_references(
@@ -97,7 +106,10 @@ def record_references(
     """
     in_fp32 = _record(run, reference_case(small), folder / "fp32.pt")
     found: dict[Kind, tuple[Reference, Path]] = {"fp32": in_fp32}
-    if kinds - {"fp32"}:
+    if "tf32" in kinds:
+        case = reference_case(small, "tf32")
+        found["tf32"] = _record(run, case, folder / "tf32.pt", in_fp32[1], allows_tf32=True)
+    if kinds - {"fp32", "tf32"}:
         in_bf16 = _record(run, reference_case(small, "bf16"), folder / "bf16.pt", in_fp32[1])
         found |= {"bf16": in_bf16, "bf16 sums": in_bf16}
     if "user types" in kinds:
@@ -106,13 +118,15 @@ def record_references(
     return found
 
 
-def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tuple[Reference, Path]:
+def _record(
+    run: Run, case: Case, file: Path, exact: Path | None = None, *, allows_tf32: bool = False
+) -> tuple[Reference, Path]:
     """Run one process and read its output.
 
     Args:
         exact: file of the same in wider types, if there is one.
     """
-    (seen,) = run(record_reference, case.config, file)
+    (seen,) = run(record_reference, case.config, file, allows_tf32)
     tensors = torch.load(file, weights_only=True)
     norms = {
         kind: {name: tensor.double().norm().item() for name, tensor in tensors[kind].items()}

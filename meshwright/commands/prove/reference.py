@@ -42,15 +42,16 @@ FP64 = 1e-12
 """Relative error of a few operations in fp64, and of a difference from 1 in them."""
 
 
-def check_reference(config: JobConfig, small: JobConfig) -> Checked:
+def check_reference(config: JobConfig, small: JobConfig, backend: str = "gloo") -> Checked:
     """Compare in a separate process.
 
     Args:
         config: the user's, for the rotary table and the schedule at their real length.
         small: from `shrink`.
+        backend: of the process, as `RankPool` takes it.
     """
     checked = Checked()
-    with closing(RankPool(1)) as pool:
+    with closing(RankPool(1, backend=backend)) as pool:
         try:
             (checked,) = pool.run(compare_with_plain, config, small)
         except RankError as error:

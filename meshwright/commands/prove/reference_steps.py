@@ -35,6 +35,7 @@ from meshwright.datasets.samples import SampleRules
 from meshwright.models.loss import IGNORE
 from meshwright.parallelisms.routing_replay import Choices, record_choices
 from meshwright.parallelisms.shards import local_shard
+from meshwright.system.hardware import ordered_attention
 from meshwright.train.build import build_stream
 from meshwright.train.trainer import StepResult
 from meshwright.train.validation import evaluate, figures_of
@@ -137,12 +138,13 @@ class Steps:
         if step == 1 and before.means:
             exact = dict.fromkeys(before.means, 0.0)
             self._checked.tensors("EMA", "before step 1", before.means, before.weights, exact)
-        self._batches = next(self._job.running.loader).batches
+        batches = next(self._job.running.loader).batches
         # the samples of the same global batch, read once more
         samples = [self._stream.next_sample() for _ in range(self._stream.batch)]
         read = [sample for sample in samples if sample is not None]
         self._batch = read_batch(read, self._config.training, self._args["mtp_depth"])
-        compare_batch(self._checked, step, self._batches, self._batch)
+        compare_batch(self._checked, step, batches, self._batch)
+        self._batches = [batch.to(self._job.running.device) for batch in batches]
         compare_documents(self._checked, step, read, self._documents)
         gradients: dict[str, Tensor] = {}
         rates: dict[str, float] = {}
@@ -153,11 +155,11 @@ class Steps:
                 for parameter in group["params"]:
                     rates[names[parameter]] = group["lr"]
                     if parameter.grad is not None:
-                        gradient = local_shard(parameter.grad).double()
-                        gradients[names[parameter]] = gradient.clone()
+                        gradients[names[parameter]] = _copy(parameter.grad)
 
         hook = trainer.optimizer.register_step_pre_hook(keep)
-        with record_choices(trainer.model.stages, self._job.meshes) as choices:
+        order = ordered_attention(self._job.running.attention)
+        with order, record_choices(trainer.model.stages, self._job.meshes) as choices:
             result = trainer.step(step, self._batches, self._detector)
         hook.remove()
         after = self._state()
@@ -208,8 +210,8 @@ class Steps:
 
     def _routers(self, state: State, choices: Choices) -> dict[int, Router]:
         return {
-            layer: Router(state.loads[f"layer {layer}"], state.biases[f"layer {layer}"], chosen)
-            for layer, chosen in choices.items()
+            layer: Router(state.loads[f"layer {layer}"], state.biases[f"layer {layer}"], ids.cpu())
+            for layer, ids in choices.items()
         }
 
     def _compare_backward(
@@ -345,8 +347,10 @@ class Steps:
 
     def _compare_figures(self, what: str, state: State, weights: dict[str, Tensor]) -> None:
         model, meshes = self._trainer.model, self._job.meshes
-        with record_choices(model.stages, meshes) as choices:
-            sums = evaluate(model, [self._batches], meshes, self._token_bytes)
+        order = ordered_attention(self._job.running.attention)
+        token_bytes = self._token_bytes.to(self._job.running.device)
+        with order, record_choices(model.stages, meshes) as choices:
+            sums = evaluate(model, [self._batches], meshes, token_bytes)
         got, labels = figures_of(*sums), self._batch.labels
         # a validation has no weights of losses, and doesn't evaluate predictors
         own = {layer: chosen for layer, chosen in choices.items() if layer < self._args["n_layers"]}
@@ -364,7 +368,7 @@ class Steps:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return local_shard(tensor).detach().double().clone()
+    return local_shard(tensor).detach().cpu().double().clone()
 
 
 def _stored(whole: Tensor, change: Tensor) -> float:

@@ -111,6 +111,8 @@ def write(
     num_cases: int,
     checked: Checked | None = None,
     properties: Sequence[Property] = (),
+    *,
+    gpus: int = 0,
 ) -> None:
     """Write `proof.json`, and `proof.md` with the table and its meaning.
 
@@ -119,6 +121,7 @@ def write(
         num_cases: with the ones that are still to run.
         checked: the reference against plain PyTorch; None: not yet.
         properties: of the model on one process; empty: not yet.
+        gpus: that this machine has for the ranks; 0: they run on CPUs.
 
     Raises:
         ConfigError: if the folder can't be written to.
@@ -129,6 +132,7 @@ def write(
     proof = {
         "proved": is_equal and not has_failed,
         "num_cases": num_cases,
+        "gpus": gpus,
         "summary": summary(rows, num_cases),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
         "bounds": {kind: asdict(bounds) for kind, bounds in BOUNDS.items()},

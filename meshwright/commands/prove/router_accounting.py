@@ -30,13 +30,13 @@ class RouterAccounting:
         mixtures = [pair for stage in model.stages for pair in stage.mixtures().items()]
         for number, mixture in mixtures:
             depth = max(0, number + 1 + table.mtp_depth - len(table.layers))
-            chosen = choices[number][is_token[:, depth]].flatten()
+            chosen = choices[number].cpu()[is_token[:, depth]].flatten()
             name = f"layers.{number}.feed_forward"
             counts = torch.bincount(chosen, minlength=len(mixture.load))
             bias = self._biases.setdefault(name, torch.zeros(len(counts)))
             if mixture.router.weight.requires_grad:  # a frozen router keeps its choice
                 bias += self._rate * (len(chosen) - counts * len(counts)).sign()
             for field, counted in (("load", counts), ("bias", bias)):
-                if not torch.equal(getattr(mixture, field), counted):
+                if not torch.equal(getattr(mixture, field).cpu(), counted):
                     wrong.append(f"{name}.{field}")
         return wrong

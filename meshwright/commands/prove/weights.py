@@ -1,10 +1,12 @@
 """Changes the first values of a small model, and the chunks in which it computes, so that mistakes
 show and rounding doesn't grow."""
 
+import math
 from unittest import mock
 
 import torch
 
+from meshwright.commands.prove.shrink import HEAD_DIM
 from meshwright.models import delta_rule
 from meshwright.models.decoder import Decoder
 from meshwright.models.table import DecoderSpec
@@ -57,14 +59,20 @@ def show_attention(stage: Decoder) -> None:
     stretch = stretch_of(stage.table)
     for name in stage.rope_caches:
         cache = stage.get_buffer(name)  # (2, S, H/2)
-        cache *= torch.linspace(*stretch, cache.shape[1]).unsqueeze(1)
+        by_position = torch.linspace(*stretch, cache.shape[1])  # on the CPU, whatever the device
+        cache *= by_position.to(cache.device).unsqueeze(1)
 
 
 def stretch_of(table: DecoderSpec) -> tuple[float, float]:
     """Return by how much queries and keys of a model are stretched at the first and at the last
     position."""
-    is_normalised = any(attention.qk_norm for attention in table.attentions.values())
-    return STRETCH_NORMALISED if is_normalised else STRETCH
+    attentions = table.attentions.values()
+    if any(attention.qk_norm for attention in attentions):
+        return STRETCH_NORMALISED
+    # scores grow with the width of the model, of which there are 4 for each head on CPUs
+    heads = max((attention.n_heads for attention in attentions), default=0)
+    narrower = min(1.0, math.sqrt(heads * HEAD_DIM / table.dim))
+    return STRETCH[0] * narrower, STRETCH[1] * narrower
 
 
 def unbalance(model: LocalModel) -> None:
@@ -124,4 +132,4 @@ def show_layers_without_positions(stage: Decoder) -> None:
         is_scaled = spec.rope is not None or spec.qk_norm is not None
         if str(layer) in stage.layers and "wq.weight" in spec.parameters and not is_scaled:
             block = stage.layers[str(layer)]
-            block.get_parameter("attention.wq.weight").mul_(STRETCH[0] ** 2)
+            block.get_parameter("attention.wq.weight").mul_(stretch_of(stage.table)[0] ** 2)
