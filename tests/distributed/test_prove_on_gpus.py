@@ -76,6 +76,7 @@ def reference(on_ranks, small, tmp_path) -> tuple[Reference, Path]:
     return record_references(run, small, {"tf32"}, tmp_path)["tf32"]
 
 
+@pytest.mark.slow
 def test_tf32_is_within_its_bounds_and_bf16_is_not(on_ranks, small, reference) -> None:
     """A case in fp32 is as far from the reference in TF32 as that is from exact products: e."""
     config = load_config(["--training.mixed_precision_param=float32"])

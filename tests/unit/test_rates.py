@@ -10,7 +10,10 @@ from meshwright.commands.plan.devices import (
     COLLECTIVE_S,
     DEVICES,
     FLOAT8,
+    FUSED,
+    LAUNCH_S,
     SHARED,
+    Rates,
     error_of_time,
     estimated,
     find_device,
@@ -97,6 +100,8 @@ def test_rates_of_attention_experts_and_float8_are_their_own() -> None:
     for name, way in (("attention", 0), ("attention_backward", 1)):
         assert seconds(name=name, head_width=128) == pytest.approx(1 / parts.wide[way])
         assert seconds(name=name, head_width=64) == pytest.approx(1 / parts.narrow[way])
+        masked = seconds(name=name, head_width=128, pairs=0.5)
+        assert masked == pytest.approx(0.5 / parts.wide[way])
         assert seconds(flash, name=name, head_width=128) == pytest.approx(1 / parts.flash[way])
     assert seconds(name="flex_attention", head_width=128) == pytest.approx(1 / parts.flash[0])
     for recipe, part in FLOAT8.items():
@@ -107,19 +112,36 @@ def test_rates_of_attention_experts_and_float8_are_their_own() -> None:
     assert added == pytest.approx(CAST * 1e9 / (parts.memory * 3.35e12))
 
 
+def test_no_operator_is_faster_than_its_launch() -> None:
+    assert entry_seconds(_operator("add", "bfloat16", 8, 0), estimated(H100)) == LAUNCH_S
+
+
 def test_ranks_beside_each_other_are_slower_on_measured_devices_only() -> None:
     for name, part in (("h100", SHARED), ("a100", 1.0)):
         alone, shared = (estimated(find_device(name), is_shared=one) for one in (False, True))
         assert shared.flops_per_s == pytest.approx(part * alone.flops_per_s)
+        assert shared.fp32_flops_per_s == pytest.approx(part * alone.fp32_flops_per_s)
         assert shared.bytes_per_s == pytest.approx(part * alone.bytes_per_s)
 
 
 def test_the_rates_of_a_job_are_of_its_kernel_and_its_ranks() -> None:
-    for words, kernel in (([], ""), (["--training.deterministic=true"], "flash")):
-        job = plan_job(load_config(["debug_model", *words]), 2, is_gpu=True)
-        rates = rates_of(job, H100)
+
+    def of_job(*words: str, ranks: int = 2, imbalance: float = 1.0) -> Rates:
+        job = plan_job(load_config(["debug_model", *words]), ranks, is_gpu=True)
+        return rates_of(job, H100, imbalance)
+
+    flash = "--training.deterministic=true", "--training.attention_kernel=flash"
+    for words, kernel in (([], ""), *(([word], "flash") for word in flash)):
+        rates = of_job(*words)
         assert rates.kernel == kernel
         assert rates.flops_per_s == estimated(H100, is_shared=True).flops_per_s
+    assert of_job(ranks=1).flops_per_s == estimated(H100).flops_per_s
+    assert of_job(imbalance=1.5).imbalance == 1.5
+    for word, part in (("true", FUSED), ("false", 1.0)):
+        assert of_job(f"--compile.enable={word}").fused == part
+    for recipe in FLOAT8:
+        words = ["--float8.enable=true", "--training.mixed_precision_param=bfloat16"]
+        assert of_job(*words, f"--float8.recipe_name={recipe}").recipe == recipe
 
 
 def test_an_estimate_is_slower_than_the_data_sheet_and_cpus_have_none() -> None:

@@ -71,7 +71,7 @@ def prove(small: JobConfig, cases: Sequence[Case], gpus: int = 0) -> Iterator[Ro
                 fix = f"correct what the line does, for a model of {size} as well; no case was run"
                 raise ConfigError("", f"{rule}\n  fix: {fix}") from error
         for case in sorted(cases, key=lambda case: case.world_size):
-            if reason := (why_not_on(case, gpus) if gpus else "") or _why_not(case, gpus > 0):
+            if reason := _why_not(case, gpus):
                 yield Row(case, Verdict(not_run=reason), 0.0)
                 continue
             if pool is None or pool.world_size != case.world_size:
@@ -89,11 +89,13 @@ def prove(small: JobConfig, cases: Sequence[Case], gpus: int = 0) -> Iterator[Ro
             yield Row(case, verdict, time.perf_counter() - start)
 
 
-def _why_not(case: Case, is_gpu: bool) -> str:
-    """Return why this machine can't compile the case; "" if it can, or needn't."""
+def _why_not(case: Case, gpus: int = 0) -> str:
+    """Return why this machine can't run the case; "" if it can."""
+    if gpus and (reason := why_not_on(case, gpus)):
+        return reason
     compilation = case.config.compile  # a case with "auto" has an option that needs the compiler
     starts_compiler = compilation.enable is not False and compilation.backend == "inductor"
-    return why_no_compiler(is_gpu) if starts_compiler else ""
+    return why_no_compiler(gpus > 0) if starts_compiler else ""
 
 
 def record_references(

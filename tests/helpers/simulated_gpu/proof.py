@@ -97,6 +97,17 @@ def measure_all(folder: Path, words: list[str]) -> str:
         def _compare_update(self, *_: Any) -> None:
             pass
 
+    whole = routing_replay._Recording.whole
+
+    def whole_of_batch(recording: Any, model: Any, meshes: Any) -> dict[int, torch.Tensor]:
+        whole(recording, model, meshes)  # whose shapes, which the host has read, are all 1
+        layers = model.table.mixtures.items()
+        shape = GLOBAL_BATCH, ON_GPUS.seq_len
+        return {
+            layer: torch.zeros(*shape, spec.n_active, dtype=torch.int64, device="cuda")
+            for layer, spec in layers
+        }
+
     FakeTensorMode.avoid_device_init = True
     torch.set_num_threads(1)
     new_group = dist.new_group
@@ -107,6 +118,7 @@ def measure_all(folder: Path, words: list[str]) -> str:
         (measure.RouterAccounting, "wrong_counts", lambda *_: []),  # of copies on the CPU
         (job.ProofJob, "resume", lambda _: None),
         (routing_replay, "_check", lambda *_: None),
+        (routing_replay._Recording, "whole", whole_of_batch),
         (set_up, "note_start", lambda *_, **__: None),
         (fake_cuda.Event, "elapsed_time", lambda *_: 1.0),
         (reference_steps, "Steps", Steps),
@@ -132,12 +144,10 @@ def measure_all(folder: Path, words: list[str]) -> str:
     with FakeTensorMode(allow_non_fake_inputs=True), Reads():
         first = Measuring(case, 1, folder, {})
         first.run()
-        args = resolve_model(small)[1]
-        is_token = torch.ones(GLOBAL_BATCH, 1 + args.mtp_depth, ON_GPUS.seq_len, dtype=torch.bool)
-        ids = torch.arange(getattr(args, "n_active", 1))
-        chosen = ids.expand(GLOBAL_BATCH, ON_GPUS.seq_len, -1)
-        layers = dict.fromkeys(args.table.mixtures, chosen)
-        choices = dict.fromkeys(first.choices, (layers, is_token))
+        choices = {
+            step: ({layer: ids.cpu() for layer, ids in of_step.items()}, is_token)
+            for step, (of_step, is_token) in first.choices.items()
+        }
         second = Measuring(case, 1, folder, choices)
         second.run()
         for kind, tensors in second.tensors.items():
