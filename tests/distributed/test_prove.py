@@ -250,13 +250,13 @@ def test_rounding_is_the_largest_of_all_layers() -> None:
     assert _largest_of_layers(errors) == errors | {"layers.0.w1": 0.3}
 
 
-def break_off(config: JobConfig, world_size: int, file: Path) -> Measurement:
+def break_off(config: JobConfig, world_size: int, file: Path, _: bool) -> Measurement:
     if config.parallelism.tensor_parallel_degree == 2:
         raise ValueError("no such luck")
     return measure(config, world_size, file)
 
 
-def has_no_luck(config: JobConfig, file: Path) -> None:
+def has_no_luck(config: JobConfig, file: Path, _: bool) -> None:
     raise ValueError("no such luck")
 
 
@@ -279,7 +279,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     monkeypatch.setattr("meshwright.commands.prove.prove.measure", break_off)
     monkeypatch.setattr(reference, "check_reference", lambda *_: Checked(errors={"loss": 0.0}))
     reach = properties.Property("reach", 4, 0, "keys", ["layer 1: query 2 sees no key"])
-    monkeypatch.setattr(properties, "check_properties", lambda _: [reach])
+    monkeypatch.setattr(properties, "check_properties", lambda *_: [reach])
     with pytest.raises(SystemExit) as exit_code:
         main()
     assert exit_code.value.code == 1

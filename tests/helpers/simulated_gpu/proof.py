@@ -97,10 +97,10 @@ def measure_all(folder: Path, words: list[str]) -> str:
         def _compare_update(self, *_: Any) -> None:
             pass
 
-    whole = routing_replay._Recording.whole
+    gather = routing_replay._Recording.whole
 
     def whole_of_batch(recording: Any, model: Any, meshes: Any) -> dict[int, torch.Tensor]:
-        whole(recording, model, meshes)  # whose shapes, which the host has read, are all 1
+        gather(recording, model, meshes)  # whose shapes, which the host has read, are all 1
         layers = model.table.mixtures.items()
         shape = GLOBAL_BATCH, ON_GPUS.seq_len
         return {
