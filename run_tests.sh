@@ -14,11 +14,11 @@ cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright
 cores=$("$python" -c 'from meshwright.system.machine import count_cores; print(count_cores())')
 workers=$((cores / 2 + 2)) # many tests wait: for ranks, signals and clocks
-chosen=(-m "not slow")
-if [[ ${1:-} == --all ]]; then
-    chosen=()
-    shift
-fi
+chosen=(-m "not slow") given=()
+for argument; do
+    if [[ $argument == --all ]]; then chosen=(); else given+=("$argument"); fi
+done
+set -- "${given[@]}"
 failed=0
 if (($# == 0)) && timeout 20 nvidia-smi -L >/dev/null 2>&1; then # a driver that is ill hangs, or fails
     "$python" -m pytest -n 4 --dist load "${chosen[@]}" tests/gpu || failed=$? # all others hide the GPUs

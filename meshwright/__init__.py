@@ -48,7 +48,8 @@ API = {
 def __getattr__(name: str) -> Any:
     if name not in API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{API[name]}"), name)
+    with import_module(f"{__name__}.system.processes").short_waiting():
+        return getattr(import_module(f"{__name__}.{API[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -33,7 +33,14 @@ from meshwright.system.machine import (
     find_place,
     place_alone,
 )
-from meshwright.system.processes import OTHER_MALLOC, STOP_SIGNALS, Launch, exit_when_asked
+from meshwright.system.processes import (
+    OTHER_MALLOC,
+    OTHER_WAITING,
+    STOP_SIGNALS,
+    WAITING,
+    Launch,
+    exit_when_asked,
+)
 
 if TYPE_CHECKING:
     from meshwright.datasets.stream import OpenSource
@@ -41,11 +48,6 @@ if TYPE_CHECKING:
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
-
-WAITING = {"GOMP_SPINCOUNT": "10000"}
-"""How often a thread of a CPU's operator looks whether the others are ready, before it sleeps."""
-
-OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 MEET_WITHIN_S = 600
 """Seconds that a machine waits for the others, plus the time for their data; torchrun's default."""

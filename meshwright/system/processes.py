@@ -67,6 +67,12 @@ class Launch:
         return {LAUNCH: json.dumps(asdict(self))}
 
 
+WAITING = {"GOMP_SPINCOUNT": "10000"}
+"""How often a thread of a CPU's operator looks whether the others are ready, before it sleeps.
+GNU's OpenMP reads it once, when torch is imported."""
+
+OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
 OTHER_MALLOC = ("LD_PRELOAD", "GLIBC_TUNABLES")
 """Environment variables by which users choose an allocator of memory on CPUs, or settings of
 glibc's. The launcher and the ranks then choose none."""
@@ -86,6 +92,19 @@ back from C."""
 JOIN_TIMEOUT_S = 20
 """Seconds a rank that got SIGTERM waits for the others to join the stop. If they don't, the job
 has failed: exit before torchrun's SIGKILL at 30 s hides the cause."""
+
+
+@contextmanager
+def short_waiting() -> Iterator[None]:
+    """Give `WAITING` to a torch that is imported inside, unless the environment says otherwise; the
+    environment is left as it was."""
+    added = {} if any(name in os.environ for name in OTHER_WAITING) else WAITING
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.system.log import logger
+from meshwright.system.processes import OTHER_WAITING
 from tests.helpers.compare_checkpoints import assert_same_tensors
 from tests.helpers.jobs import CONFIG, ROOT, environment, train_alone
 from tests.helpers.slow import slow
@@ -291,6 +292,25 @@ def test_the_import_is_quick_and_quiet_and_knows_its_names() -> None:
         mw.sessions  # noqa: B018
     hints = (ROOT / "meshwright/__init__.py").read_text("utf-8")
     assert {*re.findall(r" as (\w+)\n", hints)} == {*mw.API}
+
+
+@pytest.mark.parametrize(
+    ("variable", "taken"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+)
+def test_threads_of_a_session_wait_as_those_of_the_launcher(variable, taken: str) -> None:
+    """GNU's OpenMP prints what it was given when torch loads it. The environment stays the same."""
+    words = "import os, meshwright as mw; was = {**os.environ}; mw.Session"
+    words += "; assert was == {**os.environ}"
+    plain = {k: v for k, v in environment().items() if k not in OTHER_WAITING}
+    shown = subprocess.run(
+        [sys.executable, "-c", words],
+        env={**plain, **variable, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    assert f"GOMP_SPINCOUNT = '{taken}'" in shown
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ def test_a_model_of_the_users_own_is_not_checked(monkeypatch) -> None:
     config = JobConfig(model={"name": "mine"})
     checked = reference.compare_with_plain(config, config)
     assert checked.verdict == "not checked"
-    assert checked.row.startswith('not checked; not checked: the model "mine" is not one of llama')
+    assert checked.row.startswith('not checked: the model "mine" is not one of llama')
     assert math.isclose(checked.errors["learning rate"], 0.0)
 
 

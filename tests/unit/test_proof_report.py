@@ -18,9 +18,9 @@ from meshwright.commands.prove.metric_slack import WatchedMetrics
 from meshwright.commands.prove.properties import Property
 from meshwright.commands.prove.prove import Row, _why_not
 from meshwright.commands.prove.report import cells, summary, write
-from meshwright.commands.prove.shrink import HEAD_DIM, HIGHEST_LR, OWN_HEAD_DIM, shrink
+from meshwright.commands.prove.shrink import HEAD_DIM, HIGHEST_LR, OWN_HEAD_DIM, PEAK_TFLOPS, shrink
 from meshwright.commands.prove.verdict import LATER_GRADIENT, Verdict
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, Metrics
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from meshwright.train.metric_table import METRICS, Metric
@@ -131,6 +131,20 @@ def test_the_small_job_has_a_rate_at_which_rounding_does_not_grow(lr) -> None:
     assert small_job(f"--optimizer.lr={lr}").optimizer.lr == min(lr, HIGHEST_LR)
     groups = '--optimizer.groups=[{parameters = ["output.weight"], lr_scale = 10.0}]'
     assert small_job(f"--optimizer.lr={lr}", groups).optimizer.lr == min(lr, HIGHEST_LR / 10)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 200])
+def test_the_small_job_warms_up(steps) -> None:
+    """Or the first step is so large that rounding grows, and right meshes are accused."""
+    assert small_job(f"--lr_scheduler.warmup_steps={steps}").lr_scheduler.warmup_steps == 2
+
+
+def test_the_small_job_has_the_metrics_of_the_user_s_and_writes_none() -> None:
+    words = ["grad_norm_by_group=true", "enable_wandb=true", "log_freq=7", "every_step=true"]
+    small = small_job(*(f"--metrics.{word}" for word in words)).metrics
+    assert small == Metrics(
+        grad_norm_by_group=True, enable_tensorboard=False, peak_tflops=PEAK_TFLOPS
+    )
 
 
 @pytest.mark.parametrize(

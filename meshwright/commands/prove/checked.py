@@ -40,10 +40,11 @@ class Checked:
 
     @property
     def row(self) -> str:
-        """The verdict, the errors that every model has, and the options not checked."""
+        """The verdict, the errors that every model has, and what was not checked."""
         shown = [f"{what} {self.errors[what]:.1e}" for what in SHOWN if what in self.errors]
         gaps = [f"not checked: {text}" for text in self.not_checked]
-        parts = [self.verdict, ", ".join(shown), *gaps, f"{self.seconds:.1f} s"]
+        verdict = "" if self.verdict == "not checked" and gaps else self.verdict
+        parts = [verdict, ", ".join(shown), *gaps, f"{self.seconds:.1f} s"]
         return "; ".join(part for part in parts if part)
 
     @property

@@ -44,6 +44,10 @@ class Sizes:
     """Heads are as wide as the user's, by which kernels of attention are chosen."""
 
 
+WARMUP_STEPS = 2
+"""Without them the first step, in which Adam moves every weight by the rate whatever its gradient,
+is so large that rounding grows like above `HIGHEST_LR`."""
+
 HIGHEST_LR = 1e-3
 """Peak learning rate of the small job, at most. Its weights are about 0.02, and Adam changes each
 by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
@@ -229,7 +233,7 @@ def shrink(config: JobConfig, args: DecoderArgs, sizes: Sizes = ON_CPUS) -> JobC
             "training": training,
             "optimizer": _optimizer(config, names, sizes.highest_lr),
             "lr_scheduler": {
-                "warmup_steps": min(config.lr_scheduler.warmup_steps, 2),
+                "warmup_steps": WARMUP_STEPS,
                 "decay_start": None if config.lr_scheduler.decay_start is None else 2,
             },
             "float8": {"filter_fqns": left_out},
@@ -245,11 +249,15 @@ def shrink(config: JobConfig, args: DecoderArgs, sizes: Sizes = ON_CPUS) -> JobC
             "validation": Validation(num_samples=NUM_VALIDATED),
             "bad_steps": BadSteps(),  # a case takes none
             "checkpoint": Checkpoint(average=_average(config)),
-            "metrics": Metrics(
-                enable_tensorboard=False,
-                grad_norm_by_group=config.metrics.grad_norm_by_group,
-                layer_stats_freq=min(config.metrics.layer_stats_freq, 1),
-                peak_tflops=PEAK_TFLOPS,
+            "metrics": config.metrics.model_copy(
+                update={
+                    "log_freq": Metrics().log_freq,
+                    "layer_stats_freq": min(config.metrics.layer_stats_freq, 1),
+                    "every_step": False,
+                    "peak_tflops": PEAK_TFLOPS,
+                    "enable_tensorboard": False,
+                    "enable_wandb": False,
+                }
             ),
             "profiling": Profiling(),
             "sentry": Sentry(),
