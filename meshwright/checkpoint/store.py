@@ -144,7 +144,7 @@ def find_candidates(place: NamedPath) -> list[Path]:
     """Return the complete ones of `list_checkpoints`, the newest first; raises as that, and if
     `place` is one that isn't complete."""
     is_partial = place.path.name.endswith((UNFINISHED, DELETED))  # being written, or deleted
-    place.check(not is_partial, "is not a complete checkpoint")
+    place.check(not is_partial, "is not a complete checkpoint", "choose another step's folder")
     paths = list_checkpoints(place)
     if paths == [place.path]:
         return paths

@@ -73,7 +73,7 @@ def replace_layers(model: nn.Module, names: Collection[str], options: Float8) ->
 
 
 def gather_in_float8(parameter: Any, layer: Float8Layer) -> None:
-    """Have FSDP2 gather this parameter of its, the weight of `layer`, in float8.
+    """Have FSDP2 gather the weight of `layer`, of which it has `parameter`, in float8.
 
     FSDP2's hooks for that are methods of the tensor, so torchao's are a tensor subclass as the
     parameter: in checkpoints, optimizers and fingerprints too, with as many rows on each rank, and

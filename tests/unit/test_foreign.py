@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from meshwright.checkpoint.conversion.initial_load import find_initial
+from meshwright.checkpoint.listing import UNFINISHED, unfinished_folder
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError
 
@@ -33,3 +34,19 @@ def test_a_checkpoint_of_torchtitans_names_its_converter(tmp_path, name) -> None
     said = refusal(tmp_path / name)
     assert "has no checkpoint.json: it is torchtitan's, or was copied in part" in said
     assert "scripts/checkpoint_conversion/convert_to_hf.py, and set checkpoint.initial" in said
+
+
+def test_what_holds_no_checkpoint_has_a_fix(tmp_path) -> None:
+    (tmp_path / "a.safetensors").touch()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    for name, fix in {
+        "nowhere": f"{tmp_path} exists, but holds no nowhere",
+        "a.safetensors": "name its folder: ",
+        "hf": "set checkpoint.initial_load_in_hf = true if it is a Hugging Face directory",
+        ".": "name a job.dump_folder, or a step's folder in it",
+        unfinished_folder(tmp_path, 7).name: "choose another step's folder",
+    }.items():
+        if name.endswith(UNFINISHED):
+            (tmp_path / name).mkdir()
+        assert fix in refusal(tmp_path / name).partition("\n  fix: ")[2], name

@@ -152,6 +152,13 @@ def test_one_case_has_the_kernels_and_types_of_the_job(words, allows_tf32, kind)
     assert not any(case.config.float8.emulate for case in cases)
 
 
+def test_the_case_of_a_float8_job_multiplies_in_float8_as_its_reference_does() -> None:
+    words = ("debug_model", "--float8.enable=true", "--training.mixed_precision_param=bfloat16")
+    (found,) = [case for case in cases_on(1, *words) if case.name == "as it trains"]
+    assert found.config.float8.enable
+    assert (found.kind, found.bounds) == ("bf16", "float8")
+
+
 @pytest.mark.parametrize(
     "preset", ["llama3_8b", "debug_qwen3", "debug_deepseek_v3", "debug_qwen3_next"]
 )
@@ -247,7 +254,7 @@ def test_the_command_proves_on_as_many_gpus_as_torch_can_use(monkeypatch, tmp_pa
     given = dict[str, Any]()
 
     def proof(small: JobConfig, cases: list[Case], gpus: int) -> Any:
-        given.update(gpus=gpus)
+        given.update(gpus=gpus, has_tf32="tf32" in {case.kind for case in cases})
         for case in cases:
             yield Row(case, Verdict(not_run=why_not_on(case, gpus)), 1.0)
 
@@ -257,11 +264,13 @@ def test_the_command_proves_on_as_many_gpus_as_torch_can_use(monkeypatch, tmp_pa
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setattr(hardware, "count_usable_gpus", lambda _: 2)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")  # a user's module
     monkeypatch.setattr(prove, "prove", proof)
     monkeypatch.setattr(reference, "check_reference", checked)
     monkeypatch.setattr(properties, "check_properties", checked)
-    run_proof(["debug_model_3d", "--gpu", "--output", tmp_path])
-    assert given == {"gpus": 2, "backends": ["nccl", "nccl"]}
+    in_fp32 = "--training.mixed_precision_param=float32"
+    run_proof(["debug_model_3d", in_fp32, "--gpu", "--output", tmp_path])
+    assert given == {"gpus": 2, "has_tf32": True, "backends": ["nccl", "nccl"]}
     said = capsys.readouterr().out
     assert "not run: needs 8 GPUs, and this machine has 2" in said
     assert ", on 2 GPUs; see " in said

@@ -47,14 +47,14 @@ def find_initial(config: Checkpoint) -> InitialWeights:
     place = NamedPath(LOAD_KEY, Path(config.initial_load_path))
     if not place.path.exists():
         raise place.error("no such folder", where_it_ends(place.path))
-    place.check(place.path.is_dir(), "is not a folder")
+    place.check(place.path.is_dir(), "is not a folder", where_it_ends(place.path))
     if config.initial_load_in_hf:
         place.check(is_hf_folder(place.path), "holds no config.json of Hugging Face", _other(False))
         return InitialWeights("hf", place)
     candidates = find_candidates(place)
     _reject_other_formats(place, candidates)
-    fix = _other(True) if is_hf_folder(place.path) else ""
-    place.check(bool(candidates), "holds no checkpoint", fix)
+    is_other = not candidates and is_hf_folder(place.path)
+    place.check(not is_other, "holds no checkpoint", _other(True))
     return InitialWeights("ours", *select(place, candidates))
 
 

@@ -1,4 +1,4 @@
-"""Real gloo ranks: processes that are started once and then run many functions."""
+"""Real ranks: processes that are started once and then run many functions."""
 
 import faulthandler
 import gc
