@@ -57,7 +57,9 @@ def check_agreement(job: ResolvedJob) -> None:
     libraries = ", ".join(f"{name} {number}" for name, number in library_versions().items())
     why = why_chunks(job.model_args.table, job.facts.device_type, job.config)
     if why is not None:  # the kernel and PyTorch's chunks don't round alike
-        libraries += f", {version()}" if why == "" else f", linear attention in chunks: {why}"
+        # without the text of an import's error: it may have a process's number, or a node's path
+        chunks = f"linear attention in chunks: {why.partition(':')[0]}"
+        libraries += f", {chunks if why else version()}"
     check_same(
         {
             CONFIG: json.dumps(to_json(job.written)),

@@ -227,6 +227,19 @@ def test_a_key_of_a_later_stage_is_compared(monkeypatch, tmp_path) -> None:
     assert found == [("training.stages.1.lr", "0.002", "0.001")]
 
 
+def test_ranks_that_all_lack_the_kernel_run_the_same_job(monkeypatch, tmp_path) -> None:
+    """Whatever path of theirs, or number of a process, the import's error has."""
+    facts: list[dict[str, str]] = []
+    monkeypatch.setattr(agreement, "check_same", facts.append)
+    plan = resolved(load_config(words_of(tmp_path, data(tmp_path / "data"))), 2)
+    for number in (1, 2):
+        why = f"fla cannot be imported: [Errno 13] Permission denied: '/cache/tmp.pid_{number}'"
+        monkeypatch.setattr(agreement, "why_chunks", lambda *_, why=why: why)
+        check_agreement(plan)
+    assert facts[0] == facts[1]
+    assert facts[0]["code"].endswith(", linear attention in chunks: fla cannot be imported")
+
+
 def test_ranks_in_words() -> None:
     assert in_ranges([7, 0, 1, 2, 3]) == "0-3, 7"
     assert in_ranges([5]) == "5"

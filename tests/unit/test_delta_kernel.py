@@ -2,7 +2,8 @@
 
 import copy
 import sys
-from types import ModuleType
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config.loader import load_config
 from meshwright.models.decoder import Decoder
+from meshwright.models.delta import DeltaSpec
 from meshwright.models.delta_net import DeltaCore
 from meshwright.models.delta_rule import CHUNK
 from meshwright.parallelisms import activation_checkpoint
-from meshwright.parallelisms.delta_kernel import apply_delta_kernel, delta_rule, recur
+from meshwright.parallelisms.delta_kernel import (
+    apply_delta_kernel,
+    delta_rule,
+    recur,
+    why_chunks,
+)
 from meshwright.parallelisms.initialize import initialize
 from tests.helpers import fake_fla
 from tests.helpers.delta_layer import (
@@ -128,6 +135,13 @@ def test_a_job_that_the_kernel_does_not_serve_goes_on_without(monkeypatch, words
     assert set(taken) == {None if reason else recur}
     assert reason in line
     assert line.startswith("linear attention: in chunks by PyTorch, since" if reason else "linear")
+
+
+def test_the_widest_layer_decides_for_all_stages() -> None:
+    spec = DeltaSpec(64, 4, 2, 512, 16, 4, 1e-6, 0.02, 0.02)
+    layers = [SimpleNamespace(attention=replace(spec, key_dim=width)) for width in (16, 512, 16)]
+    config = load_config([NEXT, BF16])
+    assert why_chunks(SimpleNamespace(layers=layers), "cuda", config).endswith("not 512")
 
 
 def test_a_package_that_is_missing_old_or_broken_is_named(monkeypatch) -> None:

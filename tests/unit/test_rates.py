@@ -13,6 +13,7 @@ from meshwright.commands.plan.devices import (
     FUSED,
     LAUNCH_S,
     SHARED,
+    WAIT_S,
     Rates,
     error_of_time,
     estimated,
@@ -73,6 +74,17 @@ def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     found = step_time(step, plan, rates)
     each = 2 * matmul + waits * waited
     assert found.seconds == pytest.approx(plan.config.num_microbatches * each)
+
+
+def test_waits_of_the_host_count_in_every_microbatch() -> None:
+    rates = estimated(H100)
+    matmul = _operator("mm", "bfloat16", 8, 10**12)
+    wait = _operator("exchange_counts", "int64", 8, 0)
+    plan = plan_job(load_config(["debug_model"]), 2, is_gpu=True)
+    found = step_time(Simulation(Record(), [matmul, wait], 1, 3), plan, rates)
+    assert found.waits == 4
+    each = entry_seconds(matmul, rates) + COLLECTIVE_S + WAIT_S
+    assert found.seconds == pytest.approx(4 * each)
 
 
 def test_compiled_blocks_move_fewer_bytes_between_pointwise_operators() -> None:
