@@ -24,6 +24,7 @@ from meshwright.checkpoint.retention import (
 )
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
+from meshwright.system.files import NamedPath
 from tests.helpers.checkpoints import publish, set_manifest
 from tests.helpers.files import NOT_THERE, failing_reads, flip_bit, leave_out_flock_and_fsync, tree
 
@@ -262,6 +263,19 @@ def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Pat
     assert listing.saved_steps(tmp_path) == [15]
     with pytest.raises(ConfigError, match="step-10 is damaged"):
         being_read(tmp_path / "step-10").__enter__()
+
+
+def test_only_the_one_that_is_opened_is_kept_and_not_those_that_are_skipped(tmp_path) -> None:
+    save_all(tmp_path, 5, 10, 15)
+    flip_bit(tmp_path / "step-10" / INDEX, 9)
+    place = NamedPath("CHECKPOINT", tmp_path)
+    older = [tmp_path / "step-10", tmp_path / "step-5"]
+    said: list[str] = []
+    with store.open_checkpoint(place, said.append, candidates=older) as opened:
+        assert opened.place.path.name == "step-5"
+        assert "the content of" in said[0]
+        assert apply_retention(tmp_path, 1) == [5]
+    assert listing.saved_steps(tmp_path) == [5, 15]
 
 
 @pytest.mark.parametrize("is_saved_again", [False, True])
