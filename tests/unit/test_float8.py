@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -169,6 +170,21 @@ def test_a_tokens_result_depends_on_others_only_with_one_scale(recipe, is_equal)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole, halves = layer(x), torch.cat([layer(part) for part in x.chunk(2)])
     assert torch.equal(whole, halves) == is_equal
+
+
+def test_a_rank_without_rows_of_a_weight_measures_the_others() -> None:
+    """It would raise before the all-reduce that other ranks wait in."""
+    from meshwright.parallelisms.float8 import WeightScales
+
+    class Layer:
+        dtype = torch.float8_e4m3fn
+
+        def __init__(self, rows: int) -> None:
+            self.weight = torch.full((rows, 16), -7.0)
+
+    layers = [Layer(0), Layer(2)]
+    WeightScales(dict.fromkeys(layers), Mock(**{"size.return_value": 1}))(None, [torch.zeros(1)])
+    assert layers[1].weight_scale == 64  # 448 / 7
 
 
 def test_names_and_weights_stay() -> None:
