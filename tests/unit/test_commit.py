@@ -63,6 +63,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert listing.saved_steps(tmp_path) == [5, 10]
     assert step_chosen(tmp_path, -1) == 10
     assert step_chosen(tmp_path, 5) == 5
+    assert store.of_job(tmp_path, Checkpoint(enable=False))[1] == []  # the job resumes from none
     with pytest.raises(ConfigError, match="load_step = 15.*: 5, 10"):
         step_chosen(tmp_path, 15)
     (tmp_path / "step-4.0123456789abcdef.deleted").mkdir()  # killed while deleting
