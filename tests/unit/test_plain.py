@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from meshwright.commands.prove import plain_decoder, reference
 from meshwright.commands.prove.checked import Checked
 from meshwright.commands.prove.plain_batch import read_batch
 from meshwright.commands.prove.plain_decoder import FORMS, UNCOUNTED, angles
 from meshwright.commands.prove.plain_optimizer import PlainMuon, optimizers, schedule
+from meshwright.commands.prove.reference_steps import STEP_BOUND, STORED_BOUND, decay_bound
 from meshwright.commands.prove.weights import BRANCH_SCALE, calm_post_norms
 from meshwright.config.job_config import Average, JobConfig
 from meshwright.config.loader import load_config
@@ -291,3 +293,28 @@ def test_a_proof_calms_the_norms_at_the_end_of_blocks_only(name: str, ends: str)
             assert torch.equal(after, before[n]), n
     is_scaled = not torch.equal(before["tok_embeddings.weight"], model.tok_embeddings.weight)
     assert is_scaled == name.startswith("olmo")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_of_adam_holds_where_decay_cancels_the_gradient(seed: int) -> None:
+    torch.manual_seed(seed)
+    start, decay = torch.randn(1000) * 0.02, 0.1
+    optimizers = []
+    for dtype in (torch.float32, torch.float64):
+        weight = nn.Parameter(start.to(dtype, copy=True))
+        optimizers.append(torch.optim.Adam([weight], lr=1e-3, weight_decay=decay, foreach=False))
+    single, double = (adam.param_groups[0]["params"][0] for adam in optimizers)
+    for step in range(1, 5):
+        before = double.detach().clone()
+        with torch.no_grad():
+            single.copy_(double)  # as a step of prove begins with the trainer's weights
+            double.copy_(single)
+        gradient = -decay * single.detach() * (1 + 1e-4 * torch.randn(1000))
+        single.grad, double.grad = gradient, gradient.double()
+        for adam in optimizers:
+            adam.step()
+        change = double.detach() - before
+        error = (single.detach().double() - double.detach()).norm() / change.norm()
+        stored = STORED_BOUND * before.norm() / change.norm()
+        assert error < STEP_BOUND + stored + decay_bound(optimizers[1], change)
+        assert error > STEP_BOUND + stored, step  # which holds for AdamW

@@ -322,6 +322,8 @@ class Steps:
             known[name] = self._weights[name].detach()
             changes[name] = known[name] - before.weights[name]
             limits[name] = bound + _stored(known[name], changes[name])
+            if own.optimizer == "Adam":
+                limits[name] += decay_bound(optimizer, changes[name])
             if name in clipped:
                 limits[name] += LOGIT_BOUND * _ratio(known[name], changes[name])
         got = {name: after.weights[name] for name in known}
@@ -369,6 +371,19 @@ class Steps:
 
 def _copy(tensor: Tensor) -> Tensor:
     return local_shard(tensor).detach().cpu().double().clone()
+
+
+def decay_bound(adam: torch.optim.Optimizer, change: Tensor) -> float:
+    """Return how far off Adam's step may be, relative to `change`, because weight decay was added
+    to a gradient that it cancels; benchmarks/results/proof.md derives it."""
+    (group,) = adam.param_groups
+    (weight,) = group["params"]
+    if not group["weight_decay"] or weight not in adam.state:
+        return 0.0
+    state = adam.state[weight]
+    root = (state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))).sqrt()
+    decayed = group["lr"] * group["weight_decay"] * weight.detach() / (root + group["eps"])
+    return STORED_BOUND * _ratio(decayed, change)
 
 
 def _stored(whole: Tensor, change: Tensor) -> float:
