@@ -271,7 +271,7 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         ("plan debug_model", "--world-size, --device: not given\n  fix: write --world-size N --"),
         ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
         ("generate a --max_new_tokens 5 --prompt b", "fix: write --max-new-tokens"),
-        ("prove debug_model --rank 2", "fix: leave it out; the options of meshwright prove are --"),
+        ("prove a --ranks 2", "fix: leave it out; the options of meshwright prove are --"),
         (
             "generate a --prompt b --ngpu 2",
             "'--ngpu': not understood\n  fix: leave it out; the options",
