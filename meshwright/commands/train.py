@@ -35,11 +35,10 @@ from meshwright.system.machine import (
 )
 from meshwright.system.processes import (
     OTHER_MALLOC,
-    OTHER_WAITING,
     STOP_SIGNALS,
-    WAITING,
     Launch,
     exit_when_asked,
+    waiting,
 )
 
 if TYPE_CHECKING:
@@ -191,9 +190,7 @@ def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     if "OMP_NUM_THREADS" not in inherited:
         # torchrun would give each rank a single thread, however many cores there are
         new["OMP_NUM_THREADS"] = str(max(count_cores() // ranks.per_machine, 1))
-    if not any(name in inherited for name in OTHER_WAITING):
-        # thirty times less than GNU's OpenMP does: whatever else wants the core gets it
-        new |= WAITING
+    new |= waiting(inherited)
     if not ranks.gpus and not any(inherited.get(name) for name in OTHER_MALLOC):
         # glibc gives large blocks back to the kernel when they are freed, and every step gets them
         # anew, page by page

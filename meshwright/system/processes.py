@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -69,7 +69,8 @@ class Launch:
 
 WAITING = {"GOMP_SPINCOUNT": "10000"}
 """How often a thread of a CPU's operator looks whether the others are ready, before it sleeps.
-GNU's OpenMP reads it once, when torch is imported."""
+GNU's OpenMP reads it once, when torch is imported, and does it thirty times as often: whatever else
+wants the core then waits."""
 
 OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -94,11 +95,15 @@ JOIN_TIMEOUT_S = 20
 has failed: exit before torchrun's SIGKILL at 30 s hides the cause."""
 
 
+def waiting(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return `WAITING`, unless the environment has something else to say about it."""
+    return {} if any(name in inherited for name in OTHER_WAITING) else WAITING
+
+
 @contextmanager
 def short_waiting() -> Iterator[None]:
-    """Give `WAITING` to a torch that is imported inside, unless the environment says otherwise; the
-    environment is left as it was."""
-    added = {} if any(name in os.environ for name in OTHER_WAITING) else WAITING
+    """Give `waiting` to a torch that is imported inside; the environment is left as it was."""
+    added = waiting(os.environ)
     os.environ.update(added)
     try:
         yield

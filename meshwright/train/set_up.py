@@ -135,9 +135,8 @@ def set_up(
             return None
         if logs_to_file:
             log_to_file(Path(resolved.config.job.dump_folder) / "logs", dist.get_rank())
-        attention = _begin_in_folder(
-            resolved, device, launch, data, is_new_stage=meshes is not None
-        )
+        is_new = meshes is not None
+        attention = _begin_in_folder(resolved, device, launch, data, is_new_stage=is_new)
         with note_failure(resolved, lambda: resolved.resume_step):
             torch.manual_seed(resolved.config.training.seed)
             gc.disable()  # a collection on one rank makes all others wait: they collect together
@@ -153,10 +152,9 @@ def set_up(
             record = StepRecord(resolved, trainer)
             observers = build_observers(resolved, meshes, trainer, bad_steps, best, record, sinks)
             if saved is not None:
-                found = saved.manifest
+                best_before = best_of(saved.manifest, resolved, validation_sources)
                 # a loss that was measured on other data doesn't compare with this job's
-                comparable = {"best_validation": best_of(found, resolved, validation_sources)}
-                load_observers(observers, {**found, **comparable})
+                load_observers(observers, {**saved.manifest, "best_validation": best_before})
             return RunningJob(
                 resolved=resolved,
                 device=device,

@@ -19,7 +19,7 @@ import meshwright
 from meshwright.commands import train
 from meshwright.commands.main import COMMANDS, GROUPS, example, main, run
 from meshwright.commands.options import write_output
-from meshwright.commands.train import MALLOC, WAITING, environment
+from meshwright.commands.train import MALLOC, environment
 from meshwright.config.loader import load_config
 from meshwright.system import machine
 from meshwright.system.errors import (
@@ -31,7 +31,7 @@ from meshwright.system.errors import (
     ConfigError,
 )
 from meshwright.system.machine import Ranks
-from meshwright.system.processes import LAUNCH
+from meshwright.system.processes import LAUNCH, WAITING
 from scripts import command_reference
 from tests.helpers.cli import check_job, command
 from tests.helpers.resolved import resolved

@@ -48,7 +48,7 @@ def add_options(parser: Parser) -> None:
     )
 
 
-EXCLUSIVE = ("--quick", "--every-mesh", "--coordinates")
+EXCLUSIVE = (("--quick", "--every-mesh", "--coordinates"), ("--gpu", "--coordinates"))
 """Options of which one may be given."""
 
 
@@ -60,13 +60,7 @@ def run(options: Namespace) -> None:
             written.
     """
     check_named(options.config)
-    chosen = [name for name in EXCLUSIVE if getattr(options, name[2:].replace("-", "_"))]
-    if len(chosen) > 1:
-        rule = f"is given together with {chosen[1]}"
-        raise config_error(chosen[0], True, rule, "leave out one of the two")
-    if options.gpu and options.coordinates:
-        rule = "is given together with --coordinates, which runs on a CPU"
-        raise config_error("--gpu", True, rule, "leave out one of the two")
+    _check_exclusive(options)
     gpus = check_gpus() if options.gpu else 0
     print(f"proving {options.config} ...", flush=True)
     if gpus:
@@ -137,6 +131,14 @@ def run(options: Namespace) -> None:
         print(f"without --quick, {numbered(num_left_out, 'more case')} would run")
     if caveats or any(row.verdict.failures for row in rows):
         sys.exit(1)
+
+
+def _check_exclusive(options: Namespace) -> None:
+    for names in EXCLUSIVE:
+        chosen = [name for name in names if getattr(options, name[2:].replace("-", "_"))]
+        if len(chosen) > 1:
+            rule = f"is given together with {chosen[1]}"
+            raise config_error(chosen[0], True, rule, "leave out one of the two")
 
 
 def _choose_cases(
