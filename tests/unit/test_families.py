@@ -1,5 +1,6 @@
 """Every family against transformers and its own table: a registered family gets these tests."""
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
+from transformers import GptOssConfig, PreTrainedModel
 
 from meshwright.config.job_config import JobConfig
 from meshwright.models import delta_net
@@ -267,7 +268,7 @@ qwen2.5_3b 3.085938688, qwen2.5_7b 7.615616512, qwen2.5_14b 14.770033664,
 qwen2.5_32b 32.763876352, qwen2.5_72b 72.706203648, mistral_7b_v0.1 7.241732096,
 mistral_7b_v0.3 7.248023552, granite3.1_2b 2.533531648, granite3.1_8b 8.170848256,
 deepseek_v2_lite 15.706, deepseek_v2 235.741, deepseek_v3 671.026, kimi_k2 1026.408,
-moonlight_16b_a3b 15.960, qwen3_next_80b_a3b 79.674
+moonlight_16b_a3b 15.960, qwen3_next_80b_a3b 79.674, gpt_oss_20b 20.91, gpt_oss_120b 116.83
 """
 PUBLISHED = dict(map(str.split, SIZES.split(",")))
 """Billions of parameters; with nine decimals, to the digit."""
@@ -281,6 +282,66 @@ def test_flavors_have_their_published_size(family) -> None:
         if flavor in PUBLISHED:
             decimals = len(PUBLISHED[flavor].partition(".")[2])
             assert f"{args.table.num_params / 1e9:.{decimals}f}" == PUBLISHED[flavor], flavor
+
+
+CONSTANTS = """
+llama2 1e-5 1e4, llama3 1e-5 5e5, qwen2.5_0.5b 1e-6 1e6, qwen2.5_1.5b 1e-6 1e6, qwen2.5_3b 1e-6 1e6,
+qwen2.5_7b 1e-6 1e6, qwen2.5 1e-5 1e6, qwen3_next 1e-6 1e7, qwen3.5 1e-6 1e7, qwen3_ 1e-6 1e6,
+olmo2 1e-6 5e5, olmo3 1e-6 5e5, olmo_hybrid 1e-6 none, olmoe 1e-5 1e4, mistral_7b_v0.1 1e-5 1e4,
+mistral_7b_v0.3 1e-5 1e6, mixtral 1e-5 1e6, gemma2 1e-6 1e4, gemma3 1e-6 1e6, smollm3 1e-6 5e6,
+granite3.1_2b 1e-5 5e6, granite3.1_8b 1e-5 1e7, deepseek 1e-6 1e4, moonlight 1e-5 5e4,
+kimi 1e-6 5e4, gpt_oss 1e-5 1.5e5
+"""
+"""What a flavor's name begins with (the first counts), epsilon of norms, and theta of RoPE."""
+
+STRETCHED = """
+llama3_1b llama3 32 8192, llama3_3b llama3 32 8192, llama3.1 llama3 8 8192,
+gemma3_4b linear 8 none, gemma3_12b linear 8 none, gemma3_27b linear 8 none,
+deepseek yarn 40 4096, kimi yarn 32 4096, gpt_oss yarn 32 4096
+"""
+"""The same, the kind of stretching, its factor, and the context before it."""
+
+
+def published(table: str, flavor: str) -> list[str] | None:
+    rows = [row.split() for row in table.split(",")]
+    return next((row[1:] for row in rows if flavor.startswith(row[0])), None)
+
+
+@pytest.mark.parametrize("family", MODELS.values(), ids=MODELS.keys())
+def test_flavors_have_their_published_constants(family) -> None:
+    """As in the config.json of the models on the Hugging Face hub: no count of parameters depends
+    on them."""
+    for flavor, args in family.flavors.items():
+        if flavor == "debugmodel":
+            continue
+        written = family.hf.write_config(args, 0)
+        rope = written.get("rope_parameters", {})
+        theta = written.get("rope_theta", rope.get("rope_theta"))
+        eps, *thetas = published(CONSTANTS, flavor)
+        assert written["rms_norm_eps"] == float(eps), flavor
+        assert [theta] == [None if text == "none" else float(text) for text in thetas], flavor
+        scaling = written.get("rope_scaling") or {}
+        kind, factor, before = published(STRETCHED, flavor) or [None] * 3
+        assert scaling.get("rope_type") == kind, flavor
+        if kind is not None:
+            assert scaling["factor"] == float(factor), flavor
+            context = scaling.get("original_max_position_embeddings", "none")
+            assert str(context) == before, flavor
+
+
+def test_the_largest_gpt_oss_is_the_one_that_transformers_has_by_default() -> None:
+    family = MODELS["gpt_oss"]
+    ours = GptOssConfig(**family.hf.write_config(family.flavors["gpt_oss_120b"], 0)).to_dict()
+    theirs = GptOssConfig(architectures=ours["architectures"]).to_dict()
+    assert {key for key in theirs if ours[key] != theirs[key]} <= {"max_position_embeddings"}
+
+
+@pytest.mark.parametrize("family", MODELS.values(), ids=MODELS.keys())
+def test_a_default_is_that_of_the_nearest_class(family) -> None:
+    """dataclasses give a field that two bases have the default of the farther one."""
+    for field in dataclasses.fields(family.args):
+        if field.default is not dataclasses.MISSING:
+            assert field.default == getattr(family.args, field.name), field.name
 
 
 def test_a_family_that_is_not_named_is_the_first() -> None:

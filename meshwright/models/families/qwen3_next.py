@@ -19,6 +19,7 @@ from meshwright.models.table import DecoderSpec, FeedForwardSpec, MixtureSpec
 
 @dataclass(frozen=True)
 class Qwen3NextArgs(GatedDeltaArgs, Qwen3MoeArgs):
+    norm_eps: float = 1e-6
     rope_theta: float = 10000000.0
     n_experts: int = 512
     n_active: int = 10
