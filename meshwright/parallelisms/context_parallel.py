@@ -50,6 +50,7 @@ def apply_cp(
     # one for all blocks, so that they share a graph
     shared = functools.partial(attend, mesh=mesh, kernel=kernel)
     recurrent = functools.partial(recur, mesh=mesh)
+    in_order = functools.partial(gather_in_order, mesh=mesh)
     model.key_positions = functools.partial(key_positions, mesh=mesh)
     for name, block in model.layers.items():
         core, spec = block.get_submodule("attention.core"), model.table.layers[int(name)].attention
@@ -59,8 +60,7 @@ def apply_cp(
         else:
             core.forward = shared if isinstance(spec, AttentionSpec) else recurrent
         if "seen" in spec.bare_modules:
-            seen = block.get_submodule("attention.seen")
-            seen.forward = functools.partial(gather_in_order, mesh=mesh)
+            block.get_submodule("attention.seen").forward = in_order
     latents = any(isinstance(layer.attention, LatentSpec) for layer in model.table.layers)
     what = "latents" if latents else "keys and values"
     if len(model.table.attentions) < len(model.table.layers):

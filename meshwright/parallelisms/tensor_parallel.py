@@ -146,8 +146,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
             cut = distribute_tensor(model.get_parameter(name), mesh, [Shard(0)])
             model.get_submodule(module).register_parameter("weight", nn.Parameter(cut))
             if parameter.layout == "colwise_gathered":
-                layer = cast(nn.Linear, model.get_submodule(module))
-                layer.forward = functools.partial(_multiply_own_rows, layer)  # type: ignore[method-assign]
+                model.get_submodule(module).__class__ = OwnRows
             if parameter.layout == "heads":
                 model.get_submodule(module).register_forward_hook(_own_heads)
             continue
@@ -157,10 +156,10 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
             plan[around] = _gather(model.get_submodule(around))
     for module, own_cuts in cuts.items():
         _cut(model.get_submodule(module), own_cuts, mesh)
+    whole = functools.partial(gather_sequence, mesh=mesh)  # one, so that blocks share a graph
     for name, block in model.layers.items():
         if "narrow" in model.table.layers[int(name)].attention.bare_modules:
-            narrow = block.get_submodule("attention.narrow")
-            narrow.forward = functools.partial(gather_sequence, mesh=mesh)
+            block.get_submodule("attention.narrow").forward = whole
     if model.output is not None:  # a tied one's weight is sharded as the embedding's
         model.output.loss = VocabularyParallelLoss(mesh, model.output.loss.cap)
     for module, style in plan.items():  # by name: torch reads a plan's keys as patterns, each anew
@@ -183,9 +182,12 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def _multiply_own_rows(layer: nn.Linear, x: Tensor) -> Tensor:
-    """(..., in) -> (..., out/tp), of a rank's rows of the weight."""
-    return F.linear(x, cast(DTensor, layer.weight).to_local().to(x.dtype))
+class OwnRows(nn.Linear):
+    """A layer that multiplies by this rank's rows of its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:  # as nn.Linear has it
+        """(..., in) -> (..., out/tp)."""
+        return F.linear(input, cast(DTensor, self.weight).to_local().to(input.dtype))
 
 
 def _cut(module: nn.Module, cuts: Sequence[tuple[str, int]], mesh: DeviceMesh) -> None:

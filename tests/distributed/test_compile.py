@@ -15,6 +15,7 @@ from torch._higher_order_ops import wrap
 from torch._inductor import compile_fx
 
 from meshwright.config.parallelism import ActivationCheckpoint
+from meshwright.models.args import DecoderArgs
 from meshwright.models.families import MODELS
 from meshwright.parallelisms import parallelize
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
@@ -104,6 +105,25 @@ def test_one_graph_for_all_blocks_and_the_same_numbers(on_ranks, case) -> None:
     kinds = 2 if options.get("args") is WINDOWED else 1
     want = [1 if dims.pp > 1 else kinds + LOSS, kinds + LOSS]  # the last stage has the loss
     assert on_ranks(2, graphs_of_compared_steps, dims, options) == want
+
+
+def graphs_of_a_step(dims: ParallelDims, args: DecoderArgs) -> int:
+    graphs = Graphs()
+    Job(dims, args=args, compile_backend="eager").take_step()
+    return graphs.new()
+
+
+OF_FAMILIES = {
+    f"{name}-{axis}": (name, dims) for name in MODELS for axis, dims in (("tp", TP), ("cp", CP))
+}
+
+
+@pytest.mark.parametrize(("name", "dims"), slow_but("deepseek_v3-tp", OF_FAMILIES))
+def test_layers_of_a_family_share_graphs_on_a_mesh_as_on_one_rank(on_ranks, name, dims) -> None:
+    """Torch compiles 8 graphs of a block at most, and then stops the job."""
+    args = dataclasses.replace(small(MODELS[name], 131), n_layers=8)
+    alone = on_ranks(1, graphs_of_a_step, mesh(), args)
+    assert on_ranks(2, graphs_of_a_step, dims, args) == alone * 2
 
 
 HEADS_OF_16 = dataclasses.replace(TINY, dim=64)
