@@ -40,6 +40,23 @@ class Stage(PipelineStage):
         return [message for message in messages if message.group_peer != self.group_rank]
 
 
+def _uses_embedding_again(stage: Decoder) -> bool:
+    """Return whether a last stage has its embedding's weight in several places of its graph.
+
+    Torch then can't compute gradients of inputs and of weights one after the other: from the later
+    place it goes through all layers to the earlier one, and frees them, before it has the gradients
+    of their weights (`stage_backward_weight` of torch 2.13).
+    """
+    if not stage.has_copy or stage.output is None:
+        return False
+    return stage.table.mtp_depth + stage.table.tie_embeddings > 1
+
+
+def _nothing_left() -> Callable[[], None]:
+    """Tell torch's stage that its first backward computes the gradients of weights too."""
+    return lambda: None
+
+
 class Pipeline:
     """This rank's part of a schedule of `torch.distributed.pipelining`.
 
@@ -95,6 +112,7 @@ class Pipeline:
                 input_args=passed_on[index] if index else tokens,
                 output_args=passed_on[index + 1] if index < num_stages - 1 else loss,
                 group=mesh.get_group(),
+                dw_builder=_nothing_left if _uses_embedding_again(module) else None,
             )
             for index, module in stages.items()
         ]

@@ -35,7 +35,6 @@ from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.args import DecoderArgs
-from meshwright.models.families import MODELS
 from meshwright.models.families.llama import FLAVORS
 from meshwright.parallelisms.rules.degrees import KEYS
 from meshwright.parallelisms.rules.stages import SCHEDULES
@@ -51,7 +50,7 @@ ARGS = FLAVORS["debugmodel"]
 
 
 def args_of(config: JobConfig) -> DecoderArgs:
-    return MODELS[config.model.name].flavors[config.model.flavor]
+    return resolve_model(config)[1]
 
 
 def small_job(*words: str, n_layers: int = 3) -> JobConfig:
@@ -174,6 +173,24 @@ def test_a_sound_mesh_is_equal(verdict_of, small, kind, mesh) -> None:
     elif small is SMALL:  # nothing but sums in another order, or matmuls of parts
         low, high = (0, 1e-7) if kind == "bf16 sums" else (1e-3, 0.05)
         assert low <= verdict.errors["gradient"] < high
+
+
+USES = {
+    "tied-mtp-1": ["--model.args.mtp_depth=1", "--model.args.tie_embeddings=true"],
+    "mtp-2": ["--model.args.mtp_depth=2"],
+}
+
+
+@pytest.mark.parametrize(
+    "words", slow_but("mtp-2", {name: [words] for name, words in USES.items()})
+)
+def test_an_embedding_that_a_stage_uses_twice_goes_with_a_backward_in_two_passes(
+    verdict_of, words
+) -> None:
+    small = small_job(*words, n_layers=4)
+    options = {"pipeline_parallel_schedule": "InterleavedZeroBubble"}
+    case = build_case("case", small, {"pp": 2}, parallelism=options)
+    assert verdict_of(case, small=small).failures == []
 
 
 @pytest.mark.parametrize(
