@@ -1,6 +1,7 @@
 """Do as a new user does who follows README and docs: every command as printed, in a fresh clone.
 
-python -m tests.campaigns.new_user [--folder FOLDER] [--skip 'hf download *'] [PAGE ...]
+python -m tests.campaigns.new_user [--folder FOLDER] [--skip 'hf download *']
+    [--may-fail 'meshwright diverge *'] [PAGE ...]
 
 It needs pip's index, for the set-up. The environment is empty but for PATH, the settings of pip and
 a HOME of its own. After each page it shows which lines of output the page prints otherwise.
@@ -86,11 +87,16 @@ class Shell:
         self._bash.communicate()
 
 
-def follow(page: Path, shell: Shell, skip: list[str]) -> None:
+def matches(command: str, patterns: list[str]) -> bool:
+    """Return whether one of the globs is the command's."""
+    return any(fnmatchcase(command, pattern) for pattern in patterns)
+
+
+def follow(page: Path, shell: Shell, skip: list[str], may_fail: list[str]) -> None:
     """Run the commands of a page, and print each with its seconds; stop at the first that fails."""
     output, begun = "", time.monotonic()
     for command in commands(page):
-        if any(fnmatchcase(command, pattern) for pattern in skip):
+        if matches(command, skip):
             print(f"skipped: {command}", flush=True)
             continue
         print(f"$ {command}", flush=True)
@@ -98,7 +104,7 @@ def follow(page: Path, shell: Shell, skip: list[str]) -> None:
         printed, code = shell.run(command)
         output += f"{command}\n{printed}\n"
         print(f"[{time.monotonic() - since:.1f} s, exit code {code}]", flush=True)
-        if code:
+        if code and not (code == 1 and matches(command, may_fail)):
             sys.exit(f"failed: {command}")
     print(f"{page.name}: {(time.monotonic() - begun) / 60:.1f} minutes")
     for line in unseen(page, output):
@@ -110,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="of the clone (default: a temporary one)")
     parser.add_argument("--skip", action="append", default=[], help="commands to leave out, a glob")
+    parser.add_argument("--may-fail", action="append", default=[], help="may exit with 1, a glob")
     parser.add_argument("pages", nargs="*", default=["docs/tutorial.md"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -120,7 +127,7 @@ def main() -> None:
         home.mkdir()
         shell = Shell(clone, home)
         for page in args.pages:
-            follow(clone / page, shell, args.skip)
+            follow(clone / page, shell, args.skip, args.may_fail)
         shell.close()
 
 

@@ -123,8 +123,10 @@ def test_every_mutation_of_the_package_is_a_program() -> None:
 
 def test_a_new_user_s_page_is_run_as_printed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("```bash\necho one > file\ncat file\nfalse\n```\n\n```\none ...\ntwo\n```\n")
-    words = ["tests.campaigns.new_user", "--skip", "fal*", page]
+    page.write_text(
+        "```bash\necho one > file\ncat file\nfalse\ntest a = b\n```\n\n```\none ...\ntwo\n```\n"
+    )
+    words = ["tests.campaigns.new_user", "--skip", "fal*", "--may-fail", "test *", page]
     output = run(*words, folder=tmp_path)
     assert "    one\n[" in output
     assert re.findall("printed otherwise: (.*)", output) == ["two"]
