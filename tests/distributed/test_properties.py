@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.commands.prove import properties
@@ -91,6 +92,20 @@ def test_a_window_that_is_off_by_one_in_every_layer_is_named(
         assert reach.failures[-1] == "and 3 more"  # 5 layers and the decoder; 3 are named
     else:
         assert reach.detail.endswith(f"the last {window} in layers 0-4")
+
+
+def measure_attention_to_all() -> list[Property]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+    with patch.object(attention, "causal_attention", attend):
+        return measure_properties(small_job())
+
+
+def test_attention_to_later_tokens_is_named(on_ranks) -> None:
+    ((causal, *_),) = on_ranks(1, measure_attention_to_all)
+    (failure,) = causal.failures
+    assert failure.startswith("the logits at position 0 change with tokens after 0, relative error")
 
 
 def test_visible_keys_are_causal_in_their_window_and_document() -> None:

@@ -217,8 +217,9 @@ def test_misuse_is_one_sentence_with_a_fix(tmp_path: Path, monkeypatch) -> None:
         with pytest.raises(mw.ConfigError, match=r"top_p = 0.5: has no effect without a temperat"):
             mw.generate(session.model, session.tokenizer, "a", 5, top_p=0.5)
     session.close()  # again, which does nothing
-    with pytest.raises(mw.ConfigError, match=r"the Session is closed\n  fix: make another"):
-        next(session.steps())
+    for use in (lambda: next(session.steps()), session.save, session.evaluate):
+        with pytest.raises(mw.ConfigError, match=r"the Session is closed\n  fix: make another"):
+            use()
     with mw.Session(small(tmp_path, checkpoint__enable=False)) as session:
         next(session.steps())
         with pytest.raises(mw.ConfigError, match="checkpoint.enable = false"):

@@ -169,6 +169,14 @@ def test_layers_that_predict_further_tokens_are_named_and_left_out(tmp_path, cap
         load_hf(folder, args)
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo3"])
+def test_an_older_scaling_that_is_no_table_is_rejected(name: str) -> None:
+    form = MODELS[name].hf
+    written = form.write_config(CASES[f"{name}-gqa"], 64)
+    with pytest.raises(ValueError, match="^rope_scaling is 'yarn', not a table$"):
+        form.read_config({**written, "rope_scaling": "yarn"})
+
+
 def test_odd_spellings_of_deepseek_are_read_as_transformers_reads_them(tmp_path) -> None:
     """Or rejected by their key."""
     written = V3_FORM.write_config(CASES["deepseek_v3-mscale"], 64)

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.datasets.data_file import DataFile
 from meshwright.datasets.files import token_paths
-from meshwright.datasets.foreign_tokens import open_array
+from meshwright.datasets.foreign_tokens import CHUNK, open_array
 from meshwright.datasets.named_sources import check_files, check_path
 from meshwright.datasets.samples import CachedSamples
 from meshwright.datasets.sources import find_dataset
@@ -244,6 +244,21 @@ def test_a_wrong_index_of_datatrove_is_refused(ends: list[int], message: str, tm
     np.array(ends, "<u8").tofile(f"{path}.index")
     with pytest.raises(ConfigError, match=message):
         open_tokens(tmp_path, "tokens", path)
+
+
+def test_documents_end_where_they_do_in_every_piece_that_is_read(tmp_path: Path) -> None:
+    length = 1000
+    document = np.full(length, 104, "<u2")
+    document[-1] = EOS
+    array = np.tile(document, 3 * CHUNK // (2 * 2 * length))  # one piece and a half
+    np.save(tmp_path / "a.npy", array)
+    cache = open_tokens(tmp_path, "tokens", tmp_path / "a.npy")
+    assert cache.num_tokens * array.itemsize > CHUNK
+    assert {*cache.lengths(0).tolist()} == {length}
+    array[CHUNK // 2 + 5] = 258
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(ConfigError, match=f"token {CHUNK // 2 + 5} has id 258"):
+        open_tokens(tmp_path / "again", "tokens", tmp_path / "a.npy")
 
 
 def test_what_resolving_says(tmp_path: Path) -> None:
