@@ -79,7 +79,9 @@ OPTIONS = {  # a value that is not the default, beside which others it is idle, 
     "checkpoint.last_save_in_hf=true": (
         "checkpoint.enable=true checkpoint.load_only=true", "checkpoint.enable=true"
     ),
-    "optimizer.muon.steps=7": ("", 'optimizer.name="muon"'),
+    "optimizer.muon.steps=7": (
+        'optimizer.groups=[{parameters=["*norm.weight"],optimizer="Adam"}]', 'optimizer.name="muon"'
+    ),
     "checkpoint.average.decay=0.5": ("", "checkpoint.enable=true"),
     "checkpoint.average.window_tokens=1000000": ("", "validation.enable=true"),
     'lr_scheduler.decay_type="cosine"': ("training.steps=100", "lr_scheduler.warmup_steps=2"),
