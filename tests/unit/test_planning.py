@@ -19,7 +19,13 @@ from meshwright.commands.plan.figures import Memory, Peak, StepTime, bubble
 from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Event, Item, Record
 from meshwright.commands.plan.predict import Figures, Need
 from meshwright.commands.plan.report import _parameters, mfu, plan_rank, slowest, to_json, to_text
-from meshwright.commands.plan.simulate import _block_mask, as_gpu, deal, plan_job
+from meshwright.commands.plan.simulate import (
+    _block_mask,
+    as_gpu,
+    deal,
+    plan_job,
+    worst_imbalance,
+)
 from meshwright.commands.plan.torch_names import FakeTensorMode, flex_attention_operator
 from meshwright.commands.plan.trace import Moment
 from meshwright.config.loader import load_config
@@ -100,6 +106,13 @@ def test_on_cpus_malloc_counts(tensors, passing, activations, resident) -> None:
     python, malloc = non_tensor_memory(plan, find_device("cpu"), int(tensors * GIB), 1, most)[:2]
     assert tensors + (python.low + malloc.high) / GIB > resident
     assert tensors + (python.low + malloc.high) / GIB < 1.25 * resident
+
+
+@pytest.mark.parametrize(("ep", "n_active", "worst"), [(8, 4, 2), (8, 1, 8), (2, 1, 2), (1, 1, 1)])
+def test_the_worst_imbalance_is_bounded_by_ranks_and_by_experts(ep, n_active, worst) -> None:
+    mixture = SimpleNamespace(n_experts=8, n_active=n_active)
+    args = SimpleNamespace(table=SimpleNamespace(mixtures={0: mixture, 1: mixture}))
+    assert worst_imbalance(SimpleNamespace(dims=SimpleNamespace(ep=ep), model_args=args)) == worst
 
 
 def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:

@@ -23,7 +23,7 @@ from meshwright.datasets.ranges import RangeFile, open_file
 from meshwright.datasets.rows import LocalDocuments
 from meshwright.datasets.samples import CachedSamples, SampleRules
 from meshwright.datasets.shards import StreamedSource
-from meshwright.datasets.storage import stat
+from meshwright.datasets.storage import look, stat
 from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.tokenizing import open_cache
@@ -240,6 +240,11 @@ class Bucket(MemoryFileSystem):
     def _strip_protocol(cls, path: str) -> str:
         return MemoryFileSystem._strip_protocol(path.replace("s3://", "memory://"))
 
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        found = super().info(path, **options)
+        content = self.store.get(self._strip_protocol(path))
+        return found if content is None else found | {"ETag": f"{hash(content.getvalue())}"}
+
     def cat_file(self, path: str, **options: Any) -> bytes:
         if self.failures:
             raise self.failures.pop()
@@ -267,6 +272,16 @@ def test_a_folder_of_a_bucket_gives_the_batches_of_the_disk(bucket, tmp_path) ->
     assert np.array_equal(batches(cache), batches(on_disk))
     glob = open_tokens(tmp_path / "3", "s3://bucket/data/*.npy")
     assert glob.num_tokens == cache.num_tokens * 3 // 2  # a glob means what it says
+
+
+def test_a_file_of_a_bucket_that_changes_is_noticed(bucket) -> None:
+    path = "s3://bucket/a"
+    bucket.pipe_file(path, bytes(100))
+    stamp = look(path).stamp
+    assert RangeFile(path, stamp).read(0, 50) == bytes(50)
+    bucket.pipe_file(path, bytes(101))
+    with pytest.raises(ChangedError, match="/a: has changed"):
+        RangeFile(path, stamp).read(0, 50)
 
 
 @pytest.mark.parametrize("address", ["{server}/none.jsonl", "s3://bucket/none", "s3://bucket/*.x"])
