@@ -47,9 +47,7 @@ def _uses_embedding_again(stage: Decoder) -> bool:
     place it goes through all layers to the earlier one, and frees them, before it has the gradients
     of their weights (`stage_backward_weight` of torch 2.13).
     """
-    if not stage.has_copy or stage.output is None:
-        return False
-    return stage.table.mtp_depth + stage.table.tie_embeddings > 1
+    return stage.has_copy and stage.table.mtp_depth + stage.table.tie_embeddings > 1
 
 
 def _nothing_left() -> Callable[[], None]:

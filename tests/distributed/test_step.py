@@ -27,6 +27,7 @@ from tests.helpers.fsdp import groups_of
 from tests.helpers.job import (
     DEEP,
     GLOBAL_BATCH,
+    PP,
     SCHEDULES,
     Job,
     frozen,
@@ -239,6 +240,17 @@ SLOW_CASES = {
 def test_loss_norms_and_weights_equal_plain_pytorch(on_ranks, name) -> None:
     dims, *others = (CASES | SLOW_CASES)[name]
     on_ranks(dims.num_ranks, steps_on_mesh, dims, *others)
+
+
+@pytest.mark.ranks(2)
+def test_backward_stays_split_where_a_weight_has_one_place_in_the_graph() -> None:
+    """Else a stage computes gradients of weights at once, and has nothing to fill waits with."""
+    for mtp_depth, is_tied, want in ((0, 1, []), (1, 0, []), (2, 0, [3]), (1, 1, [3])):
+        args = dataclasses.replace(DEEP, mtp_depth=mtp_depth, tie_embeddings=bool(is_tied))
+        job = Job(PP, num_microbatches=4, args=args, **SCHEDULES["InterleavedZeroBubble"])
+        own = job.model.pipeline.schedule._stages
+        found = [stage.stage_index for stage in own if stage.dw_builder is not None]
+        assert found == (want if dist.get_rank() == 1 else []), (mtp_depth, is_tied)
 
 
 @pytest.mark.ranks(2)
