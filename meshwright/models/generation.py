@@ -1,5 +1,6 @@
 """Text from a model: one sequence, its keys and values kept, on one device."""
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -203,6 +204,17 @@ def _cached(model: Decoder, max_len: int) -> Iterator[None]:
             setattr(attention, name, module)
 
 
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Within, blocks run as if they weren't compiled: each number of tokens would be compiled, and
+    the ninth would be an error."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes 0.8 s
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @torch.no_grad()
 def generate(
     model: Decoder,
@@ -228,7 +240,7 @@ def generate(
     """
 
     def logits_of(tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        with sdpa_kernel(WITHOUT_PLANS):
+        with sdpa_kernel(WITHOUT_PLANS), _eager():  # not around `yield`, where callers compute
             return model(tokens, positions=positions)
 
     device = next(model.parameters()).device

@@ -204,6 +204,18 @@ def test_a_session_evaluates_as_plain_pytorch(tmp_path: Path) -> None:
             session.evaluate()
 
 
+def test_a_compiled_session_generates_as_a_plain_one_and_trains_on(tmp_path: Path) -> None:
+    compiled = {"compile__enable": True, "compile__backend": "eager"}
+    found = []
+    for options in ({}, compiled):
+        folder = tmp_path / str(len(found))
+        with mw.Session(small(folder, checkpoint__enable=False, **options)) as session:
+            next(session.steps())
+            text = mw.generate(session.model, session.tokenizer, "a word", 20)
+            found.append((text, next(session.steps()).loss))
+    assert found[0] == found[1]
+
+
 def test_misuse_is_one_sentence_with_a_fix(tmp_path: Path, monkeypatch) -> None:
     with mw.Session(small(tmp_path)) as session:
         with pytest.raises(mw.ConfigError, match=r"there is no new step\n  fix: take one"):
