@@ -80,6 +80,17 @@ PARTS = ", ".join(
 WITH_LOSS_WEIGHTS = small_job(f"--training.datasets=[{PARTS}]", "--training.packing=best_fit")
 STATS = "--metrics.layer_stats_freq=10"
 WITH_MTP = small_job(*BALANCED, "--model.args.mtp_depth=2", "--training.mask_documents=true")
+WITH_COPY = small_job(
+    *IN_BF16,
+    '--training.fp32_modules=["layers.1", "output"]',
+    "--model.args.mtp_depth=2",
+    "--model.args.n_kv_heads=8",
+    "--optimizer.name=muon",
+    "--training.max_norm=inf",
+    "--training.seed=272",
+    "--metrics.grad_norm_by_group=true",
+    n_layers=5,
+)
 WITH_NORMS = small_job(*BALANCED, "--metrics.grad_norm_by_group=true", STATS)
 WITH_STATS = small_job(STATS)
 
@@ -146,6 +157,7 @@ SOUND = {
     "mtp, fsdp-ep": (WITH_MTP, "fp32", ON_EP),
     "mtp, tp-cp": (WITH_MTP, "fp32", {"tp": 2, "cp": 2}),
     "mtp, pp, bf16": (WITH_MTP, "bf16 sums", {"pp": 2}),
+    "mtp, pp, weights in bf16 but some": (WITH_COPY, "user types", {"pp": 2}),
     "pp, float8": (FLOAT8, "bf16 sums", {"pp": 2}),
     "tp, float8": (FLOAT8, "bf16", {"tp": 2}),
     "hsdp, float8 by tensor": (TENSORWISE, "bf16 sums", HSDP),

@@ -11,6 +11,8 @@ from meshwright.commands.prove.compare_tensors import (
     compare_routers,
     compare_updates,
     compare_weights,
+    norm_of_tied,
+    tied_over_stages,
 )
 from meshwright.commands.prove.measurement import Measurement, Reference
 from meshwright.commands.prove.verdict import Verdict, join_ranks, relative, some_names, worst_of
@@ -36,7 +38,7 @@ def compare(
         "gradient norm",
         seen.grad_norms,
         [rank.grad_norms for rank in ranks],
-        bounds.grad_norm,
+        bounds.grad_norm + norm_of_tied(reference, bounds),
         bounds.later_grad_norm,
     )
     compare_gradients(verdict, reference, ranks, bounds)
@@ -134,6 +136,7 @@ def _compare_metrics(
     bounded only where nothing but fp32 sums differs."""
     roundings = reference.roundings.get("gradients", {}).values()
     gradient = bounds.gradient + bounds.stored + bounds.rounding * max(roundings, default=0.0)
+    gradient += bounds.tied if tied_over_stages(reference, bounds) else 0.0
     is_fp32 = bounds.later_grad_norm <= bounds.grad_norm
     lines = compare_records(
         reference.seen.records,

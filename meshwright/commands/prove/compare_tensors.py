@@ -39,7 +39,7 @@ def compare_weights(verdict: Verdict, reference: Reference, ranks: Sequence[Meas
 def compare_gradients(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
-    errors, tied = [], _tied_over_stages(reference, bounds)
+    errors, tied = [], tied_over_stages(reference, bounds)
     for error, name in _errors("gradients", reference, ranks):
         bound = bounds.gradient + (bounds.stored if name in reference.in_bf16 else 0.0)
         bound += bounds.tied if name in tied else 0.0
@@ -57,12 +57,21 @@ def compare_gradients(
     verdict.errors |= {"gradient": worst, GRADIENT_BOUND: bound, "of": name if worst else ""}
 
 
-def _tied_over_stages(reference: Reference, bounds: Bounds) -> set[str]:
-    """Return the name of the embedding if another stage has it too: as the output's weight, or
-    since layers for MTP look up tokens."""
+def tied_over_stages(reference: Reference, bounds: Bounds) -> set[str]:
+    """Return the name of the embedding if its gradient is rounded otherwise because another stage
+    has it too: as the output's weight, or since layers for MTP look up tokens."""
     is_tied = "output.weight" not in reference.shapes
     has_mtp = any(name.endswith(".eh_proj.weight") for name in reference.shapes)
     return {"tok_embeddings.weight"} if bounds.tied > 0 and (is_tied or has_mtp) else set()
+
+
+def norm_of_tied(reference: Reference, bounds: Bounds) -> float:
+    """Return what such an embedding adds to the bound of the norm of all gradients. If a part of a
+    vector that has the share s of its norm changes by d, relative to the part, then the norm does
+    by s^2 d, to first order."""
+    squares = {name: norm**2 for name, norm in reference.norms["gradients"].items()}
+    shares = (squares[name] for name in tied_over_stages(reference, bounds) & squares.keys())
+    return bounds.tied * sum(shares) / (sum(squares.values()) or 1.0)
 
 
 def _check_different(
