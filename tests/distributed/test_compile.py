@@ -114,16 +114,18 @@ def graphs_of_a_step(dims: ParallelDims, args: DecoderArgs) -> int:
 
 
 OF_FAMILIES = {
-    f"{name}-{axis}": (name, dims) for name in MODELS for axis, dims in (("tp", TP), ("cp", CP))
+    f"{name}-{axis}": (name, dims)
+    for name in MODELS
+    for axis, dims in (("alone", mesh()), ("tp", TP), ("cp", CP))
 }
 
 
 @pytest.mark.parametrize(("name", "dims"), slow_but("deepseek_v3-tp", OF_FAMILIES))
-def test_layers_of_a_family_share_graphs_on_a_mesh_as_on_one_rank(on_ranks, name, dims) -> None:
+def test_layers_of_a_kind_share_a_graph_in_every_family(on_ranks, name, dims) -> None:
     """Torch compiles 8 graphs of a block at most, and then stops the job."""
     args = dataclasses.replace(small(MODELS[name], 131), n_layers=8)
-    alone = on_ranks(1, graphs_of_a_step, mesh(), args)
-    assert on_ranks(2, graphs_of_a_step, dims, args) == alone * 2
+    kinds, ranks = len({*args.table.layers}), dims.num_ranks
+    assert on_ranks(ranks, graphs_of_a_step, dims, args) == [kinds + LOSS] * ranks
 
 
 HEADS_OF_16 = dataclasses.replace(TINY, dim=64)

@@ -132,6 +132,22 @@ def test_a_new_user_s_page_is_run_as_printed(tmp_path: Path) -> None:
     assert re.findall("printed otherwise: (.*)", output) == ["two"]
 
 
+@pytest.mark.parametrize("command", ["false", "(exit 2)"])
+def test_a_new_user_s_page_ends_at_a_command_that_fails(command: str, tmp_path: Path) -> None:
+    """One that may exit with 1 and exits with 2, too."""
+    page = tmp_path / "page.md"
+    page.write_text(f"```bash\n{command}\necho more\n```\n")
+    words = ["tests.campaigns.new_user", "--may-fail", "(exit *", str(page)]
+    result = subprocess.run(
+        [sys.executable, "-m", *words],
+        env=environment(TMPDIR=tmp_path, PYTHONPATH=ROOT),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended(result, 1).stderr == f"failed: {command}\n"
+
+
 CELLS = (  # of signals that decide most
     signals.Cell("INT", "group", "step", "pipe"),  # Ctrl-C ends `| tee`, too
     signals.Cell("HUP", "group", "step", "terminal"),  # a window is closed
