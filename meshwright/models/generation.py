@@ -248,8 +248,10 @@ def generate(
     with _cached(model, len(prompt) + max_new_tokens):
         if len(prompt) > 1:  # without logits, which would be (S, V) for nothing
             output, model.output = model.output, None
-            logits_of(tokens[:, :-1])
-            model.output = output
+            try:
+                logits_of(tokens[:, :-1])
+            finally:  # Ctrl-C in a notebook, too
+                model.output = output
         for position in range(len(prompt) - 1, len(prompt) - 1 + max_new_tokens):
             here = torch.tensor([position], device=device)
             logits = logits_of(tokens[:, -1:], here)  # (1, 1, V)

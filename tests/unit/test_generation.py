@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,6 +62,15 @@ def test_no_token_makes_cudnn_plan_anew(tmp_path, monkeypatch) -> None:
     for _ in generate(model, [1, 2, 3], max_new_tokens=2, choose=greedy):
         assert is_on()  # between tokens, as it was
     assert allowed == [False] * 3 * SMALL.n_layers
+
+
+def test_a_model_is_whole_after_an_interrupt(tmp_path, monkeypatch) -> None:
+    model = load_hf(save_transformers(tmp_path / "hf"))
+    monkeypatch.setattr(model.norm, "forward", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(generate(model, [1, 2, 3], max_new_tokens=1, choose=greedy))
+    monkeypatch.undo()
+    assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, SMALL.vocab_size)
 
 
 def test_sampling_follows_temperature_and_top_p() -> None:
