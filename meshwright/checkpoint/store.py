@@ -94,9 +94,10 @@ def of_job(folder: Path, config: Checkpoint) -> tuple[NamedPath, list[Path]]:
         steps = [config.load_step]
         place = NamedPath("checkpoint.load_step", step_folder(folder, config.load_step))
     elif (last := config.rewind_to) != -1 and not _is_rewound(folder, steps, last):
+        fix = "name a later step" if steps else "leave it out"
         steps = [step for step in steps if step <= last]
         rule = f"no checkpoint in {folder} is so early: {there}"
-        check(bool(steps), "checkpoint.rewind_to", last, rule, "name a later step")
+        check(bool(steps), "checkpoint.rewind_to", last, rule, fix)
     return place, [step_folder(folder, step) for step in reversed(steps)]
 
 

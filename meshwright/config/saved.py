@@ -44,8 +44,9 @@ def saved_config(saved: dict[str, Any]) -> str:
                 unknown.append(".".join(map(str, (*parents, key))))
     degree = config.parallelism.data_parallel_shard_degree
     # the step that a job went back to belongs to its start, not to the run
+    anew = {"load_step": -1, "rewind_to": -1}
     again = {"data_parallel_shard_degree": -1}
-    config = changed(config, {"parallelism": again, "checkpoint": {"load_step": -1}})
+    config = changed(config, {"parallelism": again, "checkpoint": anew})
     toml = with_comments(to_toml(config), {SHARD_DEGREE: f"{degree} when it was saved"})
     lines = [f"# {key} is left out: this version has no such key" for key in sorted(unknown)]
     return "\n".join([*lines, toml.strip()])

@@ -141,6 +141,9 @@ def test_a_run_goes_back_once_and_on_without_the_samples_on_any_mesh(tmp_path: P
     assert "went back already; to go back again, name another step" in ended.stdout
     done = train_alone(tmp_path, *keep, "--checkpoint.rewind_to", 2, code=2)
     assert "checkpoint.rewind_to = 2: no checkpoint in" in done.stderr
+    assert "fix: name a later step" in done.stderr
+    done = train_alone(tmp_path / "new", *keep, "--checkpoint.rewind_to", 2, code=2)
+    assert "fix: leave it out" in done.stderr
 
 
 def test_half_a_batch_is_the_mean_of_the_rest(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def test_ls_lists_all_by_step_and_marks_the_newest_good_one(made, capsys) -> Non
 
 def test_show_prints_the_config_as_a_toml_of_any_mesh(copied, tmp_path, capsys) -> None:
     saved = changed(JobConfig(), {"optimizer": {"lr": 0.02}, "training": {"max_norm": math.inf}})
-    of_job = {"parallelism": {"data_parallel_shard_degree": 4}, "checkpoint": {"load_step": 5}}
+    start = {"load_step": 5, "rewind_to": 5}  # one of them at a time, in fact
+    of_job = {"parallelism": {"data_parallel_shard_degree": 4}, "checkpoint": start}
     config = to_json(changed(saved, of_job))
     config["training"]["gone"] = 1  # of another version
     set_manifest(copied / "step-10", config=config)
