@@ -88,6 +88,12 @@ WITH_COPY = small_job(
     "--optimizer.name=muon",
     "--training.max_norm=inf",
     "--training.seed=272",
+    n_layers=5,
+)
+NORM_OF_COPY = small_job(
+    IN_BF16[0],
+    "--model.args.mtp_depth=2",
+    "--training.seed=2",
     "--metrics.grad_norm_by_group=true",
     n_layers=5,
 )
@@ -158,6 +164,7 @@ SOUND = {
     "mtp, tp-cp": (WITH_MTP, "fp32", {"tp": 2, "cp": 2}),
     "mtp, pp, bf16": (WITH_MTP, "bf16 sums", {"pp": 2}),
     "mtp, pp, weights in bf16 but some": (WITH_COPY, "user types", {"pp": 2}),
+    "mtp, pp, norms of groups": (NORM_OF_COPY, "bf16 sums", {"pp": 2}),
     "pp, float8": (FLOAT8, "bf16 sums", {"pp": 2}),
     "tp, float8": (FLOAT8, "bf16", {"tp": 2}),
     "hsdp, float8 by tensor": (TENSORWISE, "bf16 sums", HSDP),

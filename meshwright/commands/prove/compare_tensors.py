@@ -66,9 +66,9 @@ def tied_over_stages(reference: Reference, bounds: Bounds) -> set[str]:
 
 
 def norm_of_tied(reference: Reference, bounds: Bounds) -> float:
-    """Return what such an embedding adds to the bound of the norm of all gradients. If a part of a
-    vector that has the share s of its norm changes by d, relative to the part, then the norm does
-    by s^2 d, to first order."""
+    """Return what the rounding of an embedding that two stages have adds to the bound of the norm
+    of all gradients. If a part of a vector that has the share s of its norm changes by d, relative
+    to the part, then the norm does by s^2 d, to first order."""
     squares = {name: norm**2 for name, norm in reference.norms["gradients"].items()}
     shares = (squares[name] for name in tied_over_stages(reference, bounds) & squares.keys())
     return bounds.tied * sum(shares) / (sum(squares.values()) or 1.0)
