@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 import torch.distributed as dist
 
 from meshwright.commands.prove.ranks import IMPORTED_BY_RANKS
@@ -112,6 +113,9 @@ def _become(words: list[str], env: dict[str, str], cwd: str, outputs: list[Path]
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    if threads := env.get("OMP_NUM_THREADS"):
+        # OpenMP read it in the server. More threads than cores spin: steps take seconds
+        torch.set_num_threads(int(threads))
     sys.argv[:] = words
     code = 0
     try:
