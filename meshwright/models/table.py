@@ -435,6 +435,11 @@ class DecoderSpec:
         """Return whether the last stage of a pipeline has a copy of the embedding."""
         return self.tie_embeddings or self.mtp_depth > 0
 
+    @property
+    def uses_copy_again(self) -> bool:
+        """Return whether that copy has several places in the graph of the last stage."""
+        return self.mtp_depth + self.tie_embeddings > 1
+
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
         """Every parameter by its name, in the order of the model."""

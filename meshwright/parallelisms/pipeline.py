@@ -1,12 +1,14 @@
 """Pipeline parallelism: each rank has some of the layers, and microbatches travel through them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -22,14 +24,28 @@ from meshwright.system.modules import has_torch
 
 
 class Stage(PipelineStage):
-    """A stage of torch's, with two differences.
+    """A stage of torch's, with three differences.
 
+    If it has a weight in several places (`meets_weight_again`), it computes all gradients at once.
     Weight gradients that are computed apart from input gradients are added up in FSDP2's
     `reduce_dtype`, as others are. And it sends no first message to a stage on its own rank:
     schedules that go through the ranks as a V have neighboring stages on one rank; torch 2.11 lets
     them greet by messages like others, and gloo has no connection from a rank to itself. 2.13 does
     not call this.
+
+    Attributes:
+        is_known: the graph of a microbatch has been looked at, or needs no look.
     """
+
+    is_known = False
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(*args, **kwargs)
+        if not self.is_known and isinstance(output, Tensor) and output.grad_fn is not None:
+            self.is_known = True
+            if meets_weight_again(output.grad_fn, self.submod.parameters()):
+                self.dw_builder = _nothing_left
+        return output
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
@@ -40,14 +56,38 @@ class Stage(PipelineStage):
         return [message for message in messages if message.group_peer != self.group_rank]
 
 
-def _uses_embedding_again(stage: Decoder) -> bool:
-    """Return whether a last stage has its embedding's weight in several places of its graph.
+def meets_weight_again(end: Node, weights: Iterable[Tensor]) -> bool:
+    """Return whether the way back through a graph, from its end to an input that is no weight,
+    comes from one place of a weight to another: of an embedding that is tied and MTP looks up
+    tokens in, or of a module of the user's.
 
     Torch then can't compute gradients of inputs and of weights one after the other: from the later
     place it goes through all layers to the earlier one, and frees them, before it has the gradients
     of their weights (`stage_backward_weight` of torch 2.13).
     """
-    return stage.has_copy and stage.table.mtp_depth + stage.table.tie_embeddings > 1
+    numbers = {id(weight): number for number, weight in enumerate(weights)}
+    known: dict[Node, tuple[bool, int]] = {}  # does it lead to an input; bits of weights behind it
+    waiting = [end]
+    while waiting:
+        node = waiting[-1]
+        behind = [following for following, _ in node.next_functions if following is not None]
+        if unknown := [following for following in behind if following not in known]:
+            waiting += unknown
+            continue
+        waiting.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            number = numbers.get(id(leaf))
+            known[node] = (True, 0) if number is None else (False, 1 << number)
+            continue
+        on_way = beside = 0
+        for is_on_way, found in (known[following] for following in behind):
+            on_way |= found if is_on_way else 0
+            beside |= 0 if is_on_way else found
+        is_on_way = any(known[following][0] for following in behind)
+        if on_way & beside:
+            return True
+        known[node] = (is_on_way, on_way | beside)
+    return False
 
 
 def _nothing_left() -> Callable[[], None]:
@@ -110,10 +150,12 @@ class Pipeline:
                 input_args=passed_on[index] if index else tokens,
                 output_args=passed_on[index + 1] if index < num_stages - 1 else loss,
                 group=mesh.get_group(),
-                dw_builder=_nothing_left if _uses_embedding_again(module) else None,
             )
             for index, module in stages.items()
         ]
+        for stage in wrapped:
+            # the first stage computes all at once anyway
+            stage.is_known = stage.is_first or not SCHEDULES[schedule].splits_backward
         cls = get_schedule_class(schedule)
         self._num_labels = torch.empty(())
         self.schedule = cls(

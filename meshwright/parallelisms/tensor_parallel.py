@@ -144,7 +144,8 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
             continue
         if parameter.layout in ("output", "heads", "colwise_gathered"):
             cut = distribute_tensor(model.get_parameter(name), mesh, [Shard(0)])
-            model.get_submodule(module).register_parameter("weight", nn.Parameter(cut))
+            own = name.removeprefix(f"{module}.")
+            model.get_submodule(module).register_parameter(own, nn.Parameter(cut))
             if parameter.layout == "colwise_gathered":
                 model.get_submodule(module).__class__ = OwnRows
             if parameter.layout == "heads":
@@ -183,11 +184,13 @@ def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class OwnRows(nn.Linear):
-    """A layer that multiplies by this rank's rows of its weight."""
+    """A layer that multiplies by this rank's rows of its weight, and adds its part of the bias."""
 
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear has it
         """(..., in) -> (..., out/tp)."""
-        return F.linear(input, cast(DTensor, self.weight).to_local().to(input.dtype))
+        weight = cast(DTensor, self.weight).to_local().to(input.dtype)
+        bias = cast(DTensor | None, self.bias)
+        return F.linear(input, weight, None if bias is None else bias.to_local().to(input.dtype))
 
 
 def _cut(module: nn.Module, cuts: Sequence[tuple[str, int]], mesh: DeviceMesh) -> None:

@@ -1,17 +1,24 @@
-"""Ranks exchange latents, not keys and values, nor inputs of layers."""
+"""Ranks exchange latents, not keys and values, nor inputs of layers; a family of the user's may
+have biases of its heads."""
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
+import torch.nn.functional as F
 
 from meshwright.models.families import MODELS
+from meshwright.models.families.deepseek_v3 import DeepseekV3Args
+from meshwright.models.latent import LatentSpec
+from meshwright.models.parameter import Parameter
+from meshwright.models.table import AttentionSpec
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_families import batch_of
 from tests.helpers.families import small
 from tests.helpers.job import GLOBAL_BATCH, Job
 from tests.helpers.operators import Operators
-from tests.helpers.tiny import SEQ_LEN
+from tests.helpers.tiny import SEQ_LEN, plain_model
 
 ARGS = small(MODELS["deepseek_v3"], vocab_size=131, q_lora_rank=13, kv_lora_rank=9)
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -51,3 +58,44 @@ def test_context_parallelism_gathers_the_latent_and_the_rotated_key() -> None:
     found = exchanged("cp")
     assert found[GATHER, 13] == found[SCATTER, 13] == ARGS.n_layers
     assert not [width for kind, width in found if kind == GATHER and width > 13]
+
+
+class BiasedSpec(LatentSpec):
+    """With a bias of queries, and of keys and values."""
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        found = super().parameters
+        for name in ("wq.weight", "wkv_b.weight"):
+            rows, _ = found[name].shape
+            bias = dataclasses.replace(found[name], shape=(rows,), std=0.5, token_share=0)
+            found[name.replace("weight", "bias")] = bias
+        return found
+
+
+class BiasedArgs(DeepseekV3Args):
+    def attention_layers(self, attention: AttentionSpec) -> Sequence[AttentionSpec]:
+        (one, *_) = super().attention_layers(attention)
+        parts = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+        return [BiasedSpec(**parts)] * self.n_layers
+
+
+@pytest.mark.ranks(2)
+def test_each_rank_adds_its_part_of_a_bias_of_gathered_input() -> None:
+    """Of the input that several modules share; the bias took the place of the weight."""
+    dimensions = {field.name: getattr(ARGS, field.name) for field in dataclasses.fields(ARGS)}
+    args = BiasedArgs(**dimensions | {"q_lora_rank": 0})
+    batch, model = batch_of(is_packed=False), plain_model(args)
+    logits = model(batch.tokens)
+    want = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    want.backward()
+    job = Job(ParallelDims(dp_replicate=1, dp_shard=1, tp=2, ep=1), args=args)
+    gradients = job.whole_gradients()
+    result = job.take_step(1, job.part(batch))
+    assert result.loss.item() == pytest.approx(want.item(), rel=2e-6)
+    for name, parameter in model.named_parameters():
+        error = (gradients[name] - parameter.grad).abs().max()
+        # fp32 in another order; beside large biases the gradient of a weight is a small difference
+        assert error <= 1e-4 * parameter.grad.abs().max(), name
+    names = {name for name in gradients if name.endswith(("wq.bias", "wkv_b.bias"))}
+    assert len(names) == 2 * args.n_layers

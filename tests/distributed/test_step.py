@@ -20,6 +20,7 @@ from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from meshwright.models.families.llama import LlamaArgs
+from meshwright.models.layers import FeedForward
 from meshwright.models.loss import IGNORE, Batch
 from meshwright.parallelisms.rules import stages
 from meshwright.parallelisms.rules.degrees import ParallelDims
@@ -248,9 +249,29 @@ def test_backward_stays_split_where_a_weight_has_one_place_in_the_graph() -> Non
     for mtp_depth, is_tied, want in ((0, 1, []), (1, 0, []), (2, 0, [3]), (1, 1, [3])):
         args = dataclasses.replace(DEEP, mtp_depth=mtp_depth, tie_embeddings=bool(is_tied))
         job = Job(PP, num_microbatches=4, args=args, **SCHEDULES["InterleavedZeroBubble"])
+        tokens, labels = global_batch(1)
+        further = [x.unsqueeze(1).expand(-1, mtp_depth, -1) for x in (tokens, labels)]
+        future = dict(zip(("future_tokens", "future_labels"), further, strict=True))
+        job.take_step(1, job.part(Batch(tokens, labels, **future if mtp_depth else {})))
         own = job.model.pipeline.schedule._stages
         found = [stage.stage_index for stage in own if stage.dw_builder is not None]
         assert found == (want if dist.get_rank() == 1 else []), (mtp_depth, is_tied)
+        assert args.table.uses_copy_again == bool(want)  # the plan asks that
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.ranks(2)
+def test_a_part_of_the_user_may_have_a_weight_in_two_places(name, monkeypatch) -> None:
+    """Torch stops there: "Trying to backward through the graph a second time"."""
+
+    def twice(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return x
+
+    monkeypatch.setattr(FeedForward, "forward", twice)
+    args = dataclasses.replace(DEEP, n_layers=6)  # no other test has the reference
+    steps_on_mesh(PP, 4, SCHEDULES[name], args)
 
 
 @pytest.mark.ranks(2)

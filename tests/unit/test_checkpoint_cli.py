@@ -297,6 +297,22 @@ def test_a_tensor_more_or_another_manifest_is_a_difference(made, tmp_path, capsy
     assert (code, ["added", "absent", "null"] in found) == (1, True)
 
 
+def test_where_a_job_writes_is_shown_and_is_no_difference(tmp_path, capsys) -> None:
+    """Of two runs of one config, that is all that differs."""
+    a = save(tmp_path / "a", "model_x")
+    b = shutil.copytree(a, tmp_path / "b")
+    job = {"dump_folder": "outputs/a", "config_file": "a.toml"}
+    set_manifest(a, config={"job": job, "training": {"steps": 3}})
+    job = {"dump_folder": "outputs/b", "config_file": "b.toml"}
+    set_manifest(b, config={"job": job, "training": {"steps": 3}})
+    code, lines = run(capsys, "diff", a, b)
+    assert code == 0
+    assert ["job.dump_folder", "'outputs/a'", "'outputs/b'"] in [line.split() for line in lines]
+    assert any("wherever it writes: job.dump_folder, job.config_file" in line for line in lines)
+    set_manifest(b, config={"job": job, "training": {"steps": 4}})
+    assert run(capsys, "diff", a, b)[0] == 1
+
+
 def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> None:
     folders = []
     for ranks in (1, 2):

@@ -65,6 +65,26 @@ def test_a_pipeline_waits_as_its_schedule_does(schedule, backward, part) -> None
     assert bubble(plan_job(load_config([DEBUG]), 4, is_gpu=True), backward) == 0
 
 
+@pytest.mark.parametrize(
+    ("backward", "mtp_depth", "wait"),
+    [(2 / 3, 1, 1), (2 / 3, 2, 10 / 3), (3 / 4, 2, 27 / 8)],
+)
+def test_a_pipeline_waits_for_a_last_stage_that_computes_all_at_once(
+    backward, mtp_depth, wait
+) -> None:
+    """Of 4 ranks and 8 microbatches, as a replay of torch's schedule had it; it is more than
+    Interleaved1F1B's 3."""
+    words = [
+        *(DEBUG, "--model.args.n_layers=8", "--compile.enable=false"),
+        f"--model.args.mtp_depth={mtp_depth}",
+        *("--parallelism.pipeline_parallel_degree=4", "--training.global_batch_size=64"),
+        "--training.local_batch_size=8",
+        "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+    ]
+    plan = plan_job(load_config(words), 4, is_gpu=True)
+    assert bubble(plan, backward) == pytest.approx(wait / (2 * 8 + wait))
+
+
 def test_devices_are_found_by_name_or_by_gib() -> None:
     assert find_device("h100").memory_gib == pytest.approx(79.2)
     assert find_device("24").memory_gib == 24

@@ -256,15 +256,18 @@ def bubble(resolved: ResolvedJob, backward: float) -> float:
 
     (p - 1) / (v m + p - 1) with v stages per rank and m microbatches: Narayanan et al. 2021,
     arXiv:2104.04473. If backward is split, its second half fills the wait but for the longer one of
-    a forward and a half (torch's schedules, replayed).
+    a forward and a half (torch's schedules, replayed). If the last stage can't split its own, the
+    others wait for half a backward of each microbatch but one of p, and once more (replayed).
 
     Args:
         backward: part of a microbatch's time.
     """
     ranks, schedule = resolved.dims.pp, resolved.config.parallelism.pipeline_parallel_schedule
+    num_microbatches = resolved.config.num_microbatches
     wait = ranks - 1.0
     if SCHEDULES[schedule].splits_backward:
         wait *= max(1 - backward, backward / 2)
-    return wait / (
-        len(resolved.pipeline_modules) // ranks * resolved.config.num_microbatches + wait
-    )
+        if ranks > 1 and resolved.model_args.table.uses_copy_again:
+            late = 1 + num_microbatches * (ranks - 1) / ranks
+            wait = (ranks - 1) * (1 - backward) + backward / 2 * late
+    return wait / (len(resolved.pipeline_modules) // ranks * num_microbatches + wait)
