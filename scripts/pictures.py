@@ -85,8 +85,10 @@ class Picture:
     """Of the command."""
 
 
-DOCUMENT = "meshwright/metrics/report/document.py"
-REPORT = (DOCUMENT, "meshwright/metrics/report/page.py")
+DOCUMENT = tuple(
+    f"meshwright/metrics/report/{name}" for name in ("document.py", "page.css", "page.js")
+)
+REPORT = (*DOCUMENT, "meshwright/metrics/report/page.py")
 TERMINAL = ("meshwright/system/log.py",)
 PICTURES = {
     "console.png": Picture(
@@ -124,7 +126,7 @@ PICTURES = {
     ),
     "proof.png": Picture(
         "meshwright report proof",
-        (DOCUMENT, "meshwright/metrics/report/tables.py"),
+        (*DOCUMENT, "meshwright/metrics/report/tables.py"),
         ("meshwright/commands/prove/cases.py", "meshwright/commands/prove/report.py"),
         runs=("proof", "proof/proof"),
         page="proof/report.html",
@@ -133,7 +135,7 @@ PICTURES = {
     ),
     "plan.png": Picture(
         "meshwright plan llama3_8b --world-size 8 --device h100 --html plan.html",
-        (DOCUMENT, "meshwright/commands/plan/report.py"),
+        (*DOCUMENT, "meshwright/commands/plan/report.py"),
         (
             "meshwright/commands/plan/devices.py",
             "meshwright/commands/plan/figures.py",
