@@ -21,6 +21,7 @@ from meshwright.parallelisms import (
     delta_kernel,
     expert_parallel,
 )
+from meshwright.parallelisms.compiled_libraries import remove_unfinished
 from meshwright.parallelisms.meshes import Meshes
 
 
@@ -152,6 +153,7 @@ def parallelize(
     if model.output is not None:
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
     if compilation.is_on:
+        remove_unfinished()
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
             from meshwright.parallelisms.cpu_kernels import attention  # an operator, for CPUs only
 
