@@ -1,6 +1,7 @@
 """Changes a config, and compares two: which keys differ. Free of torch."""
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -71,6 +72,11 @@ def to_json(config: JobConfig) -> dict[str, Any]:
     string."""
     text = json.dumps(config.model_dump(mode="json"))
     return dict(json.loads(text, parse_constant=str))
+
+
+def from_json(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that `to_json` wrote, by section and key."""
+    return dict(json.loads(re.sub(r'"(-?Infinity|NaN)"', r"\1", json.dumps(saved))))
 
 
 def shown(value: object) -> str:

@@ -1,12 +1,10 @@
 """The config that a checkpoint keeps, as a TOML that trains the same model again."""
 
-import json
-import re
 from typing import Any
 
 import pydantic
 
-from meshwright.config.changes import changed
+from meshwright.config.changes import changed, from_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
 from meshwright.config.provenance import with_comments
@@ -25,9 +23,7 @@ def saved_config(saved: dict[str, Any]) -> str:
     Raises:
         ConfigError: if a value isn't one that this version accepts.
     """
-    # JSON has no infinity, so a checkpoint has it as a string
-    values = json.loads(re.sub(r'"(-?Infinity|NaN)"', r"\1", json.dumps(saved)))
-    unknown = list[str]()
+    values, unknown = from_json(saved), list[str]()
     while True:
         try:
             config = JobConfig.model_validate(values)

@@ -1,14 +1,12 @@
 """Ends a job that a scheduler starts again and again without progress."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from meshwright.metrics.report.run import rows_of
 from meshwright.metrics.sinks import HISTORY
 from meshwright.system import slurm
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import text_of
 
 MAX_RESTARTS = 3
 """Restarts in a row without a new checkpoint, after which a job ends."""
@@ -30,11 +28,9 @@ def check_progress(folder: Path, resume_step: int, env: Mapping[str, str]) -> No
     if restart < MAX_RESTARTS:
         return
     # starts of this job that trained on to a later checkpoint; the first one is number 0
-    useful = [
-        start["restart"]
-        for start in _starts(folder, slurm.job_name(env))
-        if start["step"] < resume_step
-    ]
+    job = slurm.job_name(env)
+    facts = [(row["step"], row["slurm"]) for row in rows_of(folder / HISTORY) if "slurm" in row]
+    useful = [own["restart"] for step, own in facts if own["job"] == job and step < resume_step]
     idle = restart - 1 - max(useful, default=-1)
     if idle >= MAX_RESTARTS:
         raise ConfigError(
@@ -44,16 +40,3 @@ def check_progress(folder: Path, resume_step: int, env: Mapping[str, str]) -> No
             f"  fix: read the ends of the earlier starts in {folder / HISTORY} and the console; "
             "raise --time if it is too short for a step and a save; then submit the job again",
         )
-
-
-def _starts(folder: Path, job: str) -> list[dict[str, Any]]:
-    """Return the starts of a Slurm job that reached training: `step` and `restart` of each."""
-    starts = []
-    for line in text_of(folder / HISTORY).splitlines():
-        try:
-            event = json.loads(line)
-            if event["event"] == "start" and event["slurm"]["job"] == job:
-                starts.append({"step": event["step"], "restart": event["slurm"]["restart"]})
-        except (ValueError, KeyError, TypeError):  # a torn line, or a start outside of Slurm
-            continue
-    return starts

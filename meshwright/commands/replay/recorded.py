@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.checkpoint import integrity, listing
 from meshwright.checkpoint.integrity import being_read
 from meshwright.checkpoint.manifest import DamagedError, excluded_parts
+from meshwright.config.changes import from_json
 from meshwright.config.fields import Key
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import read, to_toml, with_lines
@@ -71,7 +72,8 @@ class RecordedRun:
         if checkpoint == 0 or checkpoint != start["step"]:
             return []
         manifest = integrity.inspect(listing.step_folder(self.checkpoint_folder(start), checkpoint))
-        return sorted(excluded_parts(_from_json(start["config"]).checkpoint, manifest))
+        config = JobConfig.model_validate(from_json(start["config"]))
+        return sorted(excluded_parts(config.checkpoint, manifest))
 
     def config(
         self, step: int, checkpoint: int, ranks: int, given: Namespace, folder: Path
@@ -92,7 +94,7 @@ class RecordedRun:
         if _stage(start) == 1 and not self.run.config.get("training", {}).get("stages"):
             # as it was at that start, for a resume may have changed keys since
             file = folder / "recorded.toml"
-            file.write_text(to_toml(_from_json(start["config"])), "utf-8")
+            file.write_text(to_toml(JobConfig.model_validate(from_json(start["config"]))), "utf-8")
         overrides = {
             **_of_record(start["config"]),
             **_without_traces(folder, self.checkpoint_folder(start), checkpoint, is_early),
@@ -137,11 +139,6 @@ def _of_metrics(row: Row) -> Row:
 
 def _stage(start: Row) -> int:
     return int(start.get("stage", 1))
-
-
-def _from_json(config: Mapping[str, Any]) -> JobConfig:
-    """Undo `config.changes.to_json`."""
-    return JobConfig.model_validate_json(json.dumps(config).replace('"Infinity"', "Infinity"))
 
 
 def _of_record(config: Mapping[str, Any]) -> dict[Key, str]:
