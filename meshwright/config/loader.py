@@ -235,11 +235,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     path = path.absolute()
     if os.path.realpath(path) in map(os.path.realpath, seen):
         raise ConfigError("", f"{shown_path(path)}: extends itself, through {shown_path(seen[-1])}")
-    text = _read_text(path)
-    try:
-        raw = tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
-        raise explain_syntax(error, shown_path(path)) from None
+    raw, text = parse_toml(path)
     provenance.add_toml(path, text)
     base: dict[str, Any] = {}
     if (extends := raw.pop("extends", None)) is not None:
@@ -260,6 +256,19 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     _resolve_paths(raw, path.parent)
     lay_over(base, raw, provenance)
     return base
+
+
+def parse_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the tables of a TOML, and its text.
+
+    Raises:
+        ConfigError: with the line, if it can't be read.
+    """
+    text = _read_text(path)
+    try:
+        return tomli.loads(text), text
+    except tomli.TOMLDecodeError as error:
+        raise explain_syntax(error, shown_path(path)) from None
 
 
 def _read_text(path: Path, key: str = "") -> str:

@@ -119,14 +119,16 @@ def _check(layer: int, chosen: Tensor, spec: MixtureSpec) -> None:
 
 
 @contextmanager
-def _routed(stages: Sequence[Decoder], routing: Routing) -> Iterator[None]:
+def routed(stages: Sequence[Decoder], routing: Routing) -> Iterator[None]:
+    """Within, `routing` records or prescribes the choices of routers, and nothing else does."""
+    before = [stage.routing for stage in stages]
     for stage in stages:
         stage.routing = routing
     try:
         yield
     finally:
-        for stage in stages:
-            stage.routing = Routing()
+        for stage, own in zip(stages, before, strict=True):
+            stage.routing = own
 
 
 @contextmanager
@@ -142,7 +144,7 @@ def record_choices(stages: Sequence[Decoder], meshes: Meshes) -> Iterator[dict[i
         `Choices` of all ranks, empty up to the end.
     """
     recording, found = _Recording(), dict[int, Tensor]()
-    with _routed(stages, recording):
+    with routed(stages, recording):
         yield found
     found.update(recording.whole(stages[0], meshes))
 
@@ -169,5 +171,5 @@ def replay_choices(stages: Sequence[Decoder], choices: Choices, meshes: Meshes) 
         if layer in choices:
             _check(layer, choices[layer], spec)
     replay = Replay(choices, meshes)
-    with _routed(stages, replay):
+    with routed(stages, replay):
         yield replay

@@ -17,6 +17,7 @@ from meshwright.parallelisms.context_parallel import keys_seen
 from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.routing_replay import routed
 
 NoteLogits = Callable[[int, Tensor], None]
 """Takes the number of a layer, and the largest logit of each of this rank's heads in it, (N/tp,)
@@ -43,7 +44,9 @@ def forward_once_more(model: LocalModel, batches: Sequence[Batch], positions: Te
         batches: tokens and labels are (B, S/cp).
         positions: (S/cp,) int64 of the tokens.
     """
-    with torch.no_grad(), _eager(model), _unrouted(model), model.with_loss(_NoLoss):
+    # routers choose by themselves, unseen by who records or prescribes the experts of the step
+    unrouted = routed(model.stages, Routing())
+    with torch.no_grad(), _eager(model), unrouted, model.with_loss(_NoLoss):
         model.forward_all(batches, positions, lambda *_: None)
     reset_after_no_grad(model.stages)
 
@@ -91,20 +94,6 @@ class _NoLoss(SummedLoss):
         self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor | None = None
     ) -> Tensor:
         return torch.zeros((), device=x.device)
-
-
-@contextmanager
-def _unrouted(model: LocalModel) -> Iterator[None]:
-    """Within, routers choose by themselves, unseen by who records or prescribes the experts of a
-    step."""
-    routings = [stage.routing for stage in model.stages]
-    for stage in model.stages:
-        stage.routing = Routing()
-    try:
-        yield
-    finally:
-        for stage, routing in zip(model.stages, routings, strict=True):
-            stage.routing = routing
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
-import tomli
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -31,8 +30,9 @@ from pydantic import (
     model_validator,
 )
 
-from meshwright.config.explain import explain_mistake, explain_syntax
-from meshwright.config.provenance import Provenance, shown_path
+from meshwright.config.explain import explain_mistake
+from meshwright.config.loader import parse_toml
+from meshwright.config.provenance import Provenance
 from meshwright.config.section import ADDRESS, Section
 from meshwright.system.errors import (
     CombinedConfigError,
@@ -269,14 +269,10 @@ def read_toml(file: Path, kind: type[Kind], what: str) -> tuple[Kind, Provenance
     if not file.is_file():
         why = "is a folder" if file.is_dir() else "no such file"
         raise ConfigError("", f"{file}: {why}\n  fix: name the TOML of {what}")
-    text = file.read_text("utf-8-sig", "replace")
-    try:
-        raw = without_dates(tomli.loads(text))
-    except tomli.TOMLDecodeError as error:
-        raise explain_syntax(error, shown_path(file)) from None
+    raw, text = parse_toml(file)
     provenance.add_toml(file, text)
     try:
-        return parsed(kind, raw), provenance
+        return parsed(kind, without_dates(raw)), provenance
     except ConfigError as error:
         raise ConfigError("", provenance.explain(error)) from None
 
