@@ -207,6 +207,7 @@ class Session:
         if data is None:
             check_has_data(step)
             return None
+        job.trainer.forget()  # of the caller's own use of the model
         with ordered_attention(job.attention):
             self._finished = finished = take_step(job, step, data)
         job.reporter.count(step, 0.0)

@@ -110,9 +110,7 @@ def norm_of_part(
         wanted = [one for one, needed in zip(wanted, is_needed, strict=True) if needed]
     trainer.forward_backward(wanted, positions, num_labels)
     squares = local_square_sums(model.named_parameters_once(), (), positions.device)
-    trainer.optimizer.zero_grad()
-    for stage in model.stages:
-        stage.init_buffers()  # experts have counted the tokens, and losses of depths were added up
+    trainer.forget()
     return float(summed(squares)[0][0].sqrt().item())
 
 

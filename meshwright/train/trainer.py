@@ -180,6 +180,8 @@ class Trainer:
         if early is not None:
             early.begin(detector.is_stopped)
         loss = self.forward_backward(batches, positions, num_labels)
+        if early is not None:
+            early.gradients_are_final = False  # of a backward that is no step
         # before the sum, which can't tell on which rank the loss wasn't finite
         is_finite_here = torch.isfinite(loss)
 
@@ -217,6 +219,13 @@ class Trainer:
         mark(None)
         group_norms = squares[1:].sqrt() if self.norm_groups else None
         return StepResult(loss, grad_norm, figures, group_norms)
+
+    def forget(self) -> None:
+        """Leave nothing of forwards and backwards that were no step: gradients, counts of experts'
+        tokens, and losses of further tokens."""
+        self.optimizer.zero_grad()
+        for stage in self.model.stages:
+            stage.init_buffers()
 
     def with_loss_weights(self, batch: Batch) -> Batch:
         """Return the batch with the factors on the losses of its sequences, if there are some."""

@@ -127,6 +127,29 @@ def test_a_session_leaves_no_trace_and_a_second_one_gives_the_same_bits(
     assert losses[-1] < losses[0]
 
 
+MOE = {
+    "model__name": "qwen3_moe",
+    "model__flavor": "debugmodel",
+    "experts__balance_loss": 0.5,
+    "experts__bias_update_rate": 0.01,
+}
+EARLY = {"optimizer__early_step_in_backward": True, "training__max_norm": math.inf}
+
+
+@pytest.mark.parametrize("changes", [MOE, EARLY], ids=["experts", "early"])
+def test_own_use_of_the_model_changes_no_step(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Routers would count its tokens, and its gradients would be added to the step's; or weights
+    would be updated at once."""
+    want, _ = run(tmp_path / "a", **changes)
+    with mw.Session(small(tmp_path / "b", **changes)) as session:
+        losses = list[float]()
+        while session.step < session.config.training.steps:
+            logits = session.model(torch.arange(8).view(1, 8))
+            logits.logsumexp(-1).mean().backward()
+            losses += [step.loss for step in session.steps(1)]
+    assert losses == want
+
+
 @pytest.mark.slow
 def test_every_other_name_leaves_no_trace(tmp_path: Path) -> None:
     job = small(tmp_path / "job")

@@ -17,7 +17,7 @@ class OptimizerInBackward:
 
     square_sum: Tensor
     """() fp32: of the gradients of this step so far, as of `local_square_sums`."""
-    gradients_are_final: bool
+    gradients_are_final = False
     """Whether a gradient that is computed now is its parameter's last in this step. Where FSDP2
     reduces gradients, it hands over no other."""
 
