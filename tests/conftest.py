@@ -114,6 +114,8 @@ def on_ranks(_pools: dict[int, RankPool]) -> RunOnRanks:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("ranks") and "on_ranks" not in item.fixturenames:
+        # a rank's copy would never be undone, and other tests run on the same ranks
+        assert "monkeypatch" not in item.fixturenames, f"{item.nodeid}: patch in the test itself"
         item.fixturenames.append("on_ranks")
 
 

@@ -261,7 +261,7 @@ def test_backward_stays_split_where_a_weight_has_one_place_in_the_graph() -> Non
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 @pytest.mark.ranks(2)
-def test_a_part_of_the_user_may_have_a_weight_in_two_places(name, monkeypatch) -> None:
+def test_a_part_of_the_user_may_have_a_weight_in_two_places(name) -> None:
     """Torch stops there: "Trying to backward through the graph a second time"."""
 
     def twice(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
@@ -269,9 +269,10 @@ def test_a_part_of_the_user_may_have_a_weight_in_two_places(name, monkeypatch) -
             x = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return x
 
-    monkeypatch.setattr(FeedForward, "forward", twice)
     args = dataclasses.replace(DEEP, n_layers=6)  # no other test has the reference
-    steps_on_mesh(PP, 4, SCHEDULES[name], args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeedForward, "forward", twice)
+        steps_on_mesh(PP, 4, SCHEDULES[name], args)
 
 
 @pytest.mark.ranks(2)
