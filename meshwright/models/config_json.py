@@ -1,7 +1,7 @@
 """Values of Hugging Face's config.json, and its tables of rotary positions. Free of torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshwright.models.rope_scaling import LinearScaling, RopeScaling, Stretching, Yarn
@@ -37,27 +37,6 @@ the outer one if wavelengths are stretched (modeling_rope_utils.py, `standardize
 PARTIAL = "partial_rotary_factor"
 """Such a key, or one of config.json itself, that says nothing if it is 1."""
 
-FIELDS: Mapping[type[Stretching], Mapping[str, str]] = {
-    RopeScaling: {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_seq_len": CONTEXT,
-    },
-    LinearScaling: {"factor": "factor"},
-    Yarn: {
-        "factor": "factor",
-        "original_seq_len": CONTEXT,
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-        "truncate": "truncate",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-    },
-}
-"""Our names of what the rotation's table says, and its keys."""
-
 KINDS: Mapping[str, type[Stretching]] = {
     "llama3": RopeScaling,
     "linear": LinearScaling,
@@ -65,15 +44,17 @@ KINDS: Mapping[str, type[Stretching]] = {
 }
 """By rope_type."""
 
-OPTIONAL: Mapping[str, object] = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "attention_factor": None,
-    "truncate": True,
-    "mscale": None,
-    "mscale_all_dim": None,
-}
-"""Keys that a table may lack, and what they are then."""
+OPTIONAL = (
+    *("beta_fast", "beta_slow", "attention_factor"),
+    *("truncate", "mscale", "mscale_all_dim"),
+)
+"""Keys that a table may lack; then they are as if a TOML lacked them."""
+
+
+def keys_of(kind: type[Stretching]) -> dict[str, str]:
+    """Return our names of what the rotation's table says, and its keys."""
+    names = [field.name for field in fields(kind)]
+    return {name: CONTEXT if name == "original_seq_len" else name for name in names}
 
 
 def read_stretching(
@@ -93,27 +74,26 @@ def read_stretching(
     if rope_type not in ("default", kind) or rope_type is None:
         kinds = f"default and {kind}" if kind else "default only"
         raise ValueError(f"{where}.rope_type is {rope_type!r}; this model has {kinds}")
-    fields = FIELDS[KINDS[kind]] if kind else {}
-    known = {"rope_type", "type", "rope_theta", *fields.values(), *FIELDS[RopeScaling].values()}
+    keys = keys_of(KINDS[kind]) if kind else {}
+    known = {"rope_type", "type", "rope_theta", *keys.values(), *keys_of(RopeScaling).values()}
     for key, value in rope.items():
         if key not in known and value is not None and (key, value) != (PARTIAL, 1):
             raise ValueError(f"{where}.{key} is {value!r}, which this model has not")
     if rope_type == "default":
         return None
-    if CONTEXT in fields.values() and CONTEXT in config and config[CONTEXT] != rope.get(CONTEXT):
+    if CONTEXT in keys.values() and CONTEXT in config and config[CONTEXT] != rope.get(CONTEXT):
         own = f"{CONTEXT} is {config[CONTEXT]!r}"
         fix = "delete the one that the model was not trained with"
         raise ValueError(f"{own}, and {where}.{CONTEXT} {rope.get(CONTEXT)!r}\n  fix: {fix}")
     values = dict[str, Any]()
-    for ours, theirs in fields.items():
+    for ours, theirs in keys.items():
         value = rope.get(theirs)
         if value is None and theirs in OPTIONAL:
-            value = OPTIONAL[theirs]
-        elif theirs == "truncate":
-            if type(value) is not bool:
-                raise ValueError(f"{where}.{theirs} is {value!r}, not true or false")
-        else:
+            continue
+        if theirs != "truncate":
             number(f"{where}.{theirs}", value)
+        elif type(value) is not bool:
+            raise ValueError(f"{where}.{theirs} is {value!r}, not true or false")
         values[ours] = value
     return KINDS[rope_type](**values)
 
@@ -121,8 +101,8 @@ def read_stretching(
 def write_stretching(stretching: Stretching) -> dict[str, Any]:
     """Return the table of the rotation, without its theta."""
     kind = next(name for name, known in KINDS.items() if isinstance(stretching, known))
-    fields = FIELDS[type(stretching)]
-    table = {theirs: getattr(stretching, ours) for ours, theirs in fields.items()}
+    keys = keys_of(type(stretching))
+    table = {theirs: getattr(stretching, ours) for ours, theirs in keys.items()}
     return {"rope_type": kind, **{key: value for key, value in table.items() if value is not None}}
 
 

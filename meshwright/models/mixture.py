@@ -90,7 +90,7 @@ class Mixture(nn.Module):
         load: (E,) int64, of the last step: tokens of each expert, but for padding; part of
             checkpoints.
         counts: (E,) int64, the same of this step so far, on this rank.
-        metrics: (4,) fp32, of `own_losses` in this step so far, on this rank.
+        `figures`: (4,) fp32, of `own_losses` in this step so far, on this rank.
         losses: of this layer.
         bias_update_rate: by which a step moves `bias` towards even loads; 0: it stays.
         sum_over_ranks: adds up integers over the ranks that have parts of the same sequences.

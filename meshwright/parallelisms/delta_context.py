@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.models.delta_net import convolve, split_heads
 from meshwright.models.delta_rule import read_chunks, scan, split_in_chunks
 from meshwright.parallelisms.meshes import all_gather
+from meshwright.parallelisms.sequence_parts import chunks_of
 
 
 def recur(
@@ -34,8 +35,7 @@ def recur(
     Args:
         documents: (B, S) int, of the whole sequences.
     """
-    rank, size, behind = mesh.get_local_rank(), mesh.size(), taps.shape[1] - 1
-    chunks = rank, 2 * size - 1 - rank
+    chunks, behind = chunks_of(mesh.get_local_rank(), mesh.size()), taps.shape[1] - 1
     rows, decay, strength = (_by_chunk(x) for x in (rows, decay, strength))
     batch, length = rows.shape[1:3]
     ends = _gather_in_order(rows[:, :, -min(behind, length) :], mesh)

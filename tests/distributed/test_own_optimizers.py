@@ -31,8 +31,6 @@ from tests.helpers.tiny import MIXED, TINY, parallel_model, plain_model
 STEPS = ((False, None), (True, 3.0), (False, 1.5), (False, None))
 STOP = 2
 
-Bits = dict[str, Tensor]
-
 
 def soap(
     gradients: Tensor, options: object, state: Mapping[str, Tensor]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import ProcessGroup
 from meshwright.config.optimizer import Muon
 from meshwright.parallelisms.shards import Box, boxes_of_ranks, is_dtensor, local_shard, part_of_box
 from meshwright.system.errors import ConfigError
+from meshwright.train.optim.registry import MatrixWise
 
 MOMENTUM = "momentum"
 """State of a matrix: the EMA of its gradients, in its type and layout."""
@@ -20,14 +22,12 @@ OWNED = "owned_"
 """Before the name of a state that a matrix's owner only has."""
 
 
-class MatrixFunction(NamedTuple):
-    """The function of an entry of the registry, as `registry.MatrixWise` describes its parts."""
+@dataclass(frozen=True)
+class MatrixFunction(MatrixWise):
+    """An entry of the registry, whose function is imported, with its options."""
 
     direction: Callable[..., Any]
-    scale: Callable[[int, int, Any], float]
-    state: Callable[[int, int], Mapping[str, tuple[int, ...]]] | None
-    has_weights: bool
-    options: Any
+    options: Any = None
 
     def updates_of(
         self, matrices: Tensor, state: Mapping[str, Tensor], *weights: Tensor
