@@ -18,6 +18,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.sequence_parts import local_part, local_positions
 from meshwright.system.errors import ConfigError, check
+from meshwright.system.files import warn_once
 from meshwright.train.build import build_stream
 from meshwright.train.resolve import ResolvedJob
 
@@ -155,6 +156,10 @@ class Validation:
             sums = evaluate(model, steps, self._meshes, self._token_bytes)
             if is_stopped():
                 break
+            if not sums[1]:
+                rule = "none of its labels counts, as of chats that are cut before an answer"
+                fix = "raise validation.num_samples or training.seq_len"
+                warn_once(f"validation on {source.entry.name} has no loss: {rule}; {fix}")
             of_source = _known_figures(self._resolved, sums)
             many = len(self._sources) > 1
             prefix = f"validation/{source.entry.name}" if many else "validation"

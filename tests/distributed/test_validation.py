@@ -166,6 +166,17 @@ def test_the_loss_of_several_sets_is_their_mean_beside_each(monkeypatch) -> None
     assert validation_loss({"validation/a/loss": 1.0, "validation/b/loss": 3.0}) == 2
 
 
+def test_a_source_without_a_label_says_why_it_has_no_loss(monkeypatch, caplog) -> None:
+    plan = resolved(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
+    monkeypatch.setattr(parts, "evaluate", Mock(side_effect=[(0.0, 0, 0), (2.0, 1, 1)]))
+    names = ("chats", "text")
+    sources = [CachedSource(SourceEntry("validation", name, Source()), Mock()) for name in names]
+    validate = parts.Validation(plan, sources, Mock(), torch.device("cpu"))
+    assert math.isnan(validate(Mock(), lambda: False, Mock())["validation/chats/loss"])
+    (said,) = caplog.messages
+    assert said.startswith("validation on chats has no loss: none of its labels counts")
+
+
 def test_a_tokenizer_that_does_not_tell_its_bytes_has_loss_and_perplexity(monkeypatch) -> None:
     """It was accepted, and the job ended at its first validation."""
     plan = resolved(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
