@@ -41,6 +41,13 @@ def import_user_module(name: str) -> ModuleType:
     return module
 
 
+def is_installed(name: str) -> bool:
+    """Return whether there is a package to import: to Python, any folder of its name where modules
+    are looked for is an empty one, such as the wandb/ that W&B writes to."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 @cache  # it reads a file, and a search asks for every candidate
 def torch_version() -> str:
     """Return the version of the installed torch, without importing it."""

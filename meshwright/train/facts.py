@@ -3,7 +3,6 @@
 Nothing else of a job's checks opens a file. Free of torch.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from meshwright.models.family import Family
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.system.errors import ConfigError, Mistakes, check
 from meshwright.system.machine import why_bf16_is_slow
-from meshwright.system.modules import code_of
+from meshwright.system.modules import code_of, is_installed
 from meshwright.train.losses import own_loss
 from meshwright.train.optim.registry import check_schedule
 from meshwright.train.resolve_model import (
@@ -109,7 +108,7 @@ def check_extensions(config: JobConfig) -> None:
 
 def missing_packages() -> frozenset[str]:
     """Return the optional packages that aren't installed."""
-    return frozenset(name for name in EXTRAS if importlib.util.find_spec(name) is None)
+    return frozenset(name for name in EXTRAS if not is_installed(name))
 
 
 def look_at_files(config: JobConfig, facts: JobFacts) -> JobFacts:

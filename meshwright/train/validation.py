@@ -157,7 +157,7 @@ class Validation:
             if is_stopped():
                 break
             if not sums[1]:
-                rule = "none of its labels counts, as of chats that are cut before an answer"
+                rule = "none of its labels counts, as of chats that end before an answer"
                 fix = "raise validation.num_samples or training.seq_len"
                 warn_once(f"validation on {source.entry.name} has no loss: {rule}; {fix}")
             of_source = _known_figures(self._resolved, sums)

@@ -180,7 +180,7 @@ def test_the_compilers_that_a_machine_needs(compiler, monkeypatch, tmp_path) -> 
     monkeypatch.setenv("CXX", "clang++")  # and g++ is not looked for
     assert "no C++ compiler 'clang++'" in why_no_compiler()
     monkeypatch.delenv("CXX")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or None)
+    monkeypatch.setattr(compile_choice, "is_installed", lambda name: name == "triton")
     assert why_no_compiler() == ""
     (gcc := compiler.with_name("gcc")).unlink()
     assert "no C compiler for Triton" in why_no_compiler()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.system.modules import has_torch, uncollected
+from meshwright.system.modules import has_torch, is_installed, uncollected
 from tests.helpers.jobs import CONFIG
 
 
@@ -23,6 +23,17 @@ def test_the_collector_is_off_within_and_as_it_was_afterwards(is_on: bool) -> No
         assert not any(each is new for each in gc.get_objects())  # full collections pass it over
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_a_folder_with_the_name_of_a_package_is_none(tmp_path, monkeypatch) -> None:
+    """As wandb/, which W&B makes: the job ended with "module 'wandb' has no attribute 'init'"."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "folder_of_files").mkdir()
+    assert not is_installed("folder_of_files")
+    assert not is_installed("never_heard_of")
+    assert is_installed("json")
+    (tmp_path / "one_file.py").touch()
+    assert is_installed("one_file")
 
 
 def test_importing_the_package_ends_nothing_and_imports_little() -> None:

@@ -1,6 +1,6 @@
 """Export a checkpoint as a Hugging Face model directory, and compare the two."""
 
-import importlib.util
+import importlib
 import json
 import math
 import secrets
@@ -32,6 +32,7 @@ from meshwright.parallelisms.local_model import keep_modules
 from meshwright.parallelisms.parallelize import quiet_torchao
 from meshwright.parallelisms.rules.stages import split_evenly
 from meshwright.system.files import NamedPath, make_folder, sync_file, sync_folder
+from meshwright.system.modules import is_installed
 
 NUM_TOKENS = 256
 
@@ -249,7 +250,7 @@ def _verify(job: Export, place: NamedPath, say: Callable[[str], None]) -> None:
         del want, got
     rounded = "" if job.dtype == torch.float32 else f", rounded to {_name(job.dtype)},"
     say(f"compared {len(tensors)} tensors with the checkpoint's{rounded} to the bit: equal")
-    if importlib.util.find_spec("transformers") is None:
+    if not is_installed("transformers"):
         say("did not compare logits: transformers is not installed")
     else:
         _verify_logits(job, place, say)

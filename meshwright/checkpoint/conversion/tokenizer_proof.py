@@ -1,7 +1,6 @@
 """Compares the tokenizer of an exported folder, as others read it, with the one of training."""
 
 import importlib
-import importlib.util
 import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer, end_ids, find_templa
 from meshwright.datasets.tokenizers.special_tokens import SETTINGS
 from meshwright.system.errors import ConfigError, RecordError
 from meshwright.system.files import NamedPath, sync_file
+from meshwright.system.modules import is_installed
 
 LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 
@@ -110,7 +110,7 @@ def prove_tokenizer(
 
 def _read(folder: Path) -> tuple[Callable[[str], list[int]], Any, str]:
     """From text to ids, without special tokens; transformers' tokenizer; and the library used."""
-    if importlib.util.find_spec("transformers") is None:
+    if not is_installed("transformers"):
         plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         library = f"tokenizers {tokenizers.__version__} (transformers is not installed)"
         return lambda text: plain.encode(text, add_special_tokens=False).ids, None, library

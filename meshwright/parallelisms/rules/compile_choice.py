@@ -11,7 +11,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.rules import Choice, Facts, Row, Rule
 from meshwright.parallelisms.rules.precision import find_fp32_modules, has_part_of_block
 from meshwright.parallelisms.rules.stages import splits_backward
-from meshwright.system.modules import has_torch, torch_version
+from meshwright.system.modules import has_torch, is_installed, torch_version
 
 LEAST_STEPS_ON_CPU = 500
 """Steps from which compiling pays on a CPU. On two idle cores debug_model, the smallest preset,
@@ -117,7 +117,7 @@ def why_no_compiler(is_gpu: bool = False) -> str:
     if os.statvfs(there).f_flag & os.ST_NOEXEC:
         return f"{folder} is mounted noexec (TORCHINDUCTOR_CACHE_DIR names a different folder)"
     has_c = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
-    if importlib.util.find_spec("triton") is not None and not has_c:
+    if is_installed("triton") and not has_c:
         return "there is no C compiler for Triton (CC, gcc or clang)"
     return ""
 
