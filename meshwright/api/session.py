@@ -245,8 +245,11 @@ def _resolve(config: JobConfig) -> ResolvedJob:
     rule, fix = "a Session takes the steps of one stage", "train it with meshwright train"
     num_stages = len(config.training.stages)
     check(num_stages == 0, "training.stages", num_stages, rule, fix)
-    # `save` returns when the checkpoint is there
-    config = changed(config, {"checkpoint": {"async_mode": "disabled"}})
+    # `save` returns when the checkpoint is there; and the caller may change the folder meanwhile,
+    # as by %cd in a notebook
+    folder = os.path.abspath(config.job.dump_folder)
+    update = {"checkpoint": {"async_mode": "disabled"}, "job": {"dump_folder": folder}}
+    config = changed(config, update)
     has_gpu = torch.cuda.is_available()
     device_type = "cuda" if has_gpu else "cpu"
     facts = look(config, 1, expects_gpus=has_gpu, device_type=device_type)

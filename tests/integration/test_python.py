@@ -127,6 +127,21 @@ def test_a_session_leaves_no_trace_and_a_second_one_gives_the_same_bits(
     assert losses[-1] < losses[0]
 
 
+def test_a_session_writes_to_its_folder_wherever_the_caller_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by %cd in a notebook: the checkpoint went to another run_a."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with mw.Session(small(Path("run_a"))) as session:
+        [*session.steps(1)]
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert session.save() == tmp_path / "run_a/checkpoint/step-1"
+    assert [*Path().iterdir()] == []
+    assert (tmp_path / "run_a/checkpoint/step-1").is_dir()
+    assert len((tmp_path / "run_a/history.jsonl").read_text().splitlines()) == 2
+
+
 MOE = {
     "model__name": "qwen3_moe",
     "model__flavor": "debugmodel",
