@@ -40,7 +40,7 @@ from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.families import MODELS
-from meshwright.parallelisms.rules.degrees import KEYS
+from meshwright.parallelisms.rules.degrees import KEYS, shards_experts_apart
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError
 from meshwright.train.resolve_model import resolve_model
@@ -74,7 +74,7 @@ class Drawn:
 
 
 def draw(seed: int, number: int, most_ranks: int, has_experts: bool | None = None) -> Drawn:
-    """The config of that number: a function of the arguments.
+    """The config of that number: a function of the arguments, from torch 2.12 on.
 
     Args:
         has_experts: whether the model has experts; None: two of five have.
@@ -86,7 +86,7 @@ def draw(seed: int, number: int, most_ranks: int, has_experts: bool | None = Non
     if has_experts:
         sharing = math.prod(mesh.get(axis, 1) for axis in SHARING)
         ep = chance.choice([n for n in (1, 2, 2, 4, 4, 8) if n <= sharing])
-        mesh |= {"ep": ep} if ep > 1 else {}
+        mesh |= {"ep": ep} if ep > 1 and shards_experts_apart() else {}  # torch 2.11 can't
     for attempt in itertools.count():  # until all the rest goes together with the mesh
         if attempt % TRIES == 0:
             family = chance.choice(SPARSE if has_experts else DENSE)
