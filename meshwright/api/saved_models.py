@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from meshwright.api.surroundings import restored_process
+from meshwright.api.surroundings import restored_process, usual_torch
 from meshwright.commands.generate import check_sampling
 from meshwright.commands.saved import build_model, open_source
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens, text_ends
@@ -48,7 +48,7 @@ def load_model(
         ConfigError: if there is no model, or it is damaged.
     """
     check(max_len is None or max_len > 0, "max_len", max_len, "must be positive")
-    with restored_process(), _named_as_here():
+    with restored_process(), usual_torch(), _named_as_here():
         extend_by(custom_import, "custom_import")
         with open_source(NamedPath("source", Path(source)), tokenizer) as opened:
             length = max_len or opened.trained_length or UNKNOWN_LENGTH
@@ -98,5 +98,9 @@ def generate(
     fix = f"load_model(..., max_len={length}), or lower it"
     check(length <= longest, "max_new_tokens", max_new_tokens, rule, fix)
     stop = text_ends(tokenizer)
-    new = generate_tokens(model, tokens, max_new_tokens=max_new_tokens, choose=choose, stop=stop)
-    return tokenizer.decode([*tokenizer.encode(prompt), *takewhile(lambda t: t not in stop, new)])
+    with usual_torch():
+        new = generate_tokens(
+            model, tokens, max_new_tokens=max_new_tokens, choose=choose, stop=stop
+        )
+        written = [*takewhile(lambda token: token not in stop, new)]
+    return tokenizer.decode([*tokenizer.encode(prompt), *written])

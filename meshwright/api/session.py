@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.api.child_commands import run_with_config
-from meshwright.api.surroundings import restored_process
+from meshwright.api.surroundings import restored_process, usual_torch
 from meshwright.checkpoint import listing
 from meshwright.config.changes import changed
 from meshwright.config.job_config import JobConfig
@@ -77,7 +77,8 @@ class Session:
             resolved = _resolve(config)
             # in its own process, because it starts others, which would import the caller's
             run_with_config(config, "tokenize")
-            self._job = _open(resolved, sinks, stack)
+            with usual_torch():
+                self._job = _open(resolved, sinks, stack)
             if collects:  # no other rank waits for a collection
                 gc.enable()
             self._stack = stack.pop_all()
@@ -141,7 +142,7 @@ class Session:
         """
         self._check_open()
         job = self._job
-        with ordered_attention(job.attention):
+        with usual_torch(), ordered_attention(job.attention):
             if texts is not None:
                 return evaluate_texts(
                     job.resolved, job.trainer.model, texts, job.meshes, job.device
@@ -169,7 +170,8 @@ class Session:
         if finished is None or finished.step == self._saved_step:
             raise ConfigError("", "save: there is no new step\n  fix: take one, with steps(1)")
         is_complete = finished.step == self.config.training.steps or job.loader.is_at_end
-        save(job, finished, is_last=True, is_complete=is_complete)
+        with usual_torch():
+            save(job, finished, is_last=True, is_complete=is_complete)
         self._saved_step = finished.step
         return listing.step_folder(job.resolved.checkpoint_folder, finished.step)
 
@@ -196,7 +198,8 @@ class Session:
         self._check_open()
         self._check_whole()
         try:
-            return self._take_whole_step()
+            with usual_torch():
+                return self._take_whole_step()
         except BaseException:  # Ctrl-C in a notebook, too
             self._is_broken = True
             raise

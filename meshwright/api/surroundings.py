@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -33,3 +33,18 @@ def restored_process() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
+
+
+@contextmanager
+def usual_torch() -> Iterator[None]:
+    """Within, torch records gradients and makes fp32 tensors on the CPU unless it is told, whatever
+    the caller has set; afterwards the caller's settings count again."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if device.type != "cpu":  # a mode, which every call of torch would pass through
+            stack.enter_context(torch.device("cpu"))
+        yield

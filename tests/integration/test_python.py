@@ -142,6 +142,29 @@ def test_a_session_writes_to_its_folder_wherever_the_caller_goes(
     assert len((tmp_path / "run_a/history.jsonl").read_text().splitlines()) == 2
 
 
+def test_what_the_caller_has_set_in_torch_changes_nothing(tmp_path: Path) -> None:
+    """Each ended the first step, or a load, with an error of torch."""
+
+    def use(folder: Path) -> tuple[object, ...]:
+        with mw.Session(small(folder)) as session:
+            losses = [step.loss for step in session.steps(2)]
+            session.save()
+            loss = session.evaluate(["a text"])["loss"]
+        return losses, loss, mw.generate(*mw.load_model(folder), "a", 4)
+
+    want, before = use(tmp_path / "a"), (torch.get_default_dtype(), torch.is_grad_enabled())
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.inference_mode(), torch.device("meta"):
+            assert use(tmp_path / "b") == want
+            assert torch.is_inference_mode_enabled()
+            assert torch.get_default_device().type == "meta"
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert before == (torch.get_default_dtype(), torch.is_grad_enabled())
+
+
 MOE = {
     "model__name": "qwen3_moe",
     "model__flavor": "debugmodel",
