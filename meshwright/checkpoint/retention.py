@@ -197,6 +197,8 @@ def set_aside_later(folder: Path, step: int, *, is_named: bool) -> None:
                 raise config_error("checkpoint.load_step", step, rule, fix)
         for path in later.values():
             logger.info("set aside a later checkpoint as %s", commit.set_aside(path))
+        if _marked(folder, [*later]) is not None:  # this run's own step of that number is another
+            (folder / BEST_FILE).unlink()
     except OSError as error:
         what = f"checkpoints after step {step} cannot be set aside: {error}"
         fix = f"make {folder} writable, or remove them"

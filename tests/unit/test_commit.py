@@ -245,6 +245,19 @@ def test_the_best_by_validation_is_kept_and_marked(tmp_path: Path) -> None:
     assert mark_best(tmp_path) is None
 
 
+def test_the_best_that_is_set_aside_is_no_longer_marked(tmp_path: Path) -> None:
+    """The next step of that number was kept for it, and named with its loss."""
+    for step, best in ((10, None), (20, [20, 3.5]), (30, [20, 3.5])):
+        publish(tmp_path, step, best_validation=best)
+    assert mark_best(tmp_path) == 20
+    set_aside_later(tmp_path, 20, is_named=False)
+    assert (tmp_path / "best.json").exists()
+    set_aside_later(tmp_path, 10, is_named=False)
+    assert not (tmp_path / "best.json").exists()
+    publish(tmp_path, 20)
+    assert mark_best(tmp_path) is None
+
+
 def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Path) -> None:
     save_all(tmp_path, 5, 10, 15)
     with being_read(tmp_path / "step-10"), being_read(tmp_path / "step-10"):
