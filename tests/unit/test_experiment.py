@@ -21,7 +21,7 @@ from meshwright.commands.experiment import arms, worker
 from meshwright.commands.experiment import verdict as verdicts
 from meshwright.commands.experiment.arms import register
 from meshwright.commands.experiment.command import EXIT_FAILED
-from meshwright.commands.experiment.registry import Arm, config_of
+from meshwright.commands.experiment.registry import Arm, config_of, load
 from meshwright.commands.experiment.results import Key, has_ended
 from meshwright.commands.experiment.spec import Document, read_spec
 from meshwright.commands.experiment.verdict import Pair, alpha_of, half_width, judge, least_pairs
@@ -256,6 +256,19 @@ def test_a_whole_run_has_the_schedule_and_the_last_checkpoint_of_its_config(
     assert {key for settings in taken for key in settings} == own
 
 
+def test_a_copy_of_the_folder_trains_its_own_base(lab, tmp_path_factory) -> None:
+    """It trained the base of the folder that it was copied from, as that was by then."""
+    (lab.folder / "tiny.toml").write_text(BASE.replace('= "text.txt"', f'= "{ROOT}/README.md"'))
+    (lab.folder / "other.toml").write_text('extends = "tiny.toml"\noptimizer.lr = 1e-3\n')
+    arms = f'[arms.a]\nbase = "other.toml"\n[arms.b]\nbase = "{lab.folder}/other.toml"\n'
+    register(read_spec(lab.write(arms + '"optimizer.lr" = 2e-3\n').file))
+    copy = shutil.copytree(lab.folder, tmp_path_factory.mktemp("there") / "copy")
+    document = read_spec(copy / lab.file.name)
+    known = load(document).arms
+    files = [document.file.parent / known[name].config for name in ("base", "a", "b")]
+    assert files == [copy / "tiny.toml", copy / "other.toml", lab.folder / "other.toml"]
+
+
 def test_nested_keys_of_all_runs_are_keys(lab) -> None:
     """The experiment would set its own frequency otherwise."""
     lab.write(ARMS + "[common.validation]\nfreq = 8\n")("run")
@@ -355,10 +368,11 @@ def test_a_run_of_a_screening_can_be_resumed_and_keeps_the_schedule_of_its_base(
         BASE + "[checkpoint]\nlast_save_model_only = true\n[lr_scheduler]\ntotal_steps = 99\n"
     )
     arm = lab.write(SCREEN) and register(read_spec(lab.file)).arms["lr=0.007"]
-    assert worker.settings_of_part(arm, 24) == {"checkpoint.last_save_model_only": False}
+    given = str(lab.folder / arm.config), arm.keys, 24
+    assert worker.settings_of_part(*given) == {"checkpoint.last_save_model_only": False}
     base.write_text(BASE)
     both = {"checkpoint.last_save_model_only": False, "lr_scheduler.total_steps": 24}
-    assert worker.settings_of_part(arm, 24) == both
+    assert worker.settings_of_part(*given) == both
 
 
 def test_a_screening_goes_on_whose_list_has_the_value_of_the_base(lab, capsys) -> None:

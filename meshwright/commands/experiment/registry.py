@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 from argparse import Namespace
 from contextlib import chdir
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshwright.commands.experiment.spec import Document, Request, Values, as_word
@@ -25,7 +27,7 @@ class Arm(Request):
     number: int = 0
     """From 1 on, in the order in which they were asked for; 0: the base."""
     config: str = ""
-    """Path of its TOML."""
+    """Path of its TOML, from the folder of the experiment's."""
     keys: Values = field(default_factory=dict)
     """Over that TOML, by dotted key."""
     ranks: int = 1
@@ -104,13 +106,17 @@ def identity_of(document: Document) -> Values:
 
 
 def path_of(document: Document, name: str = "", key: str = "base") -> str:
-    """Return the absolute path of the TOML that an arm names, or else of the base's.
+    """Return the path of the TOML that an arm names, or else of the base's: from the folder of the
+    document, unless it is a preset's or given as absolute. So a copy of the folder has its own.
 
     Raises:
         ConfigError: of `key`, if there is none.
     """
     try:
-        return str(find_config(name or document.spec.base, document.file.parent).absolute())
+        written, folder = name or document.spec.base, document.file.parent
+        path = find_config(written, folder)
+        is_beside = path == folder / written and not Path(written).is_absolute()
+        return os.path.relpath(path, folder) if is_beside else str(path.absolute())
     except ConfigError as error:
         raise ConfigError(key, str(error)) from None
 

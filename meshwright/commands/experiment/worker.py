@@ -167,7 +167,8 @@ class Worker:
         settings |= {name: value for name, value in defaults.items() if name not in common}
         settings |= settings_of_origin(experiment, arm, common)
         if steps < all_steps:
-            settings |= settings_of_part(arm, all_steps)
+            file = self._document.file.parent / arm.config
+            settings |= settings_of_part(str(file), arm.keys, all_steps)
         return self._train(arm, folder_of(self._document, key), settings)
 
     def _train(self, arm: Arm, folder: Path, settings: Values) -> int:
@@ -234,11 +235,11 @@ class Worker:
             raise StopRequested(self._requests[0])
 
 
-def settings_of_part(arm: Arm, steps: int) -> Values:
+def settings_of_part(file: str, keys: Values, steps: int) -> Values:
     """Return further keys of a run that ends early: it is resumed later, and its schedule is that
     of all `steps` of the budget, unless the arm has its own."""
     settings: Values = {"checkpoint.last_save_model_only": False}
-    if config_of(arm.config, arm.keys).lr_scheduler.total_steps is None:
+    if config_of(file, keys).lr_scheduler.total_steps is None:
         settings["lr_scheduler.total_steps"] = steps
     return settings
 
