@@ -128,14 +128,18 @@ class JsonLines:
         self._file = WholeRecords(path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        writable = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
+        writable = {name: _finite(value) for name, value in record.items()}
         self._file.append(json.dumps(writable).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None where a number in it isn't finite."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TextLines(JsonLines):

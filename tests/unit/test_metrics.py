@@ -97,11 +97,13 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
     damage = b'5\n\xff\n"step"\n{"step": 40, "lo'  # by a disk; killed in the middle of a line
     path.write_bytes("\n".join(lines).encode() + b"\n" + damage)
     sink = JsonLines(path, resumed_step=20)
-    sink.write({"step": 30, "loss": math.nan, "grad_norm": math.inf, "samples": [1, 2]})
+    figures = {"loss": math.nan, "grad_norm": math.inf, "norms": [1.5, math.nan]}
+    sink.write({"step": 30} | figures | {"samples": [1, 2]})
     sink.close()
     *kept, new = path.read_text().splitlines()
     assert kept == lines[:2]
-    assert new == '{"step": 30, "loss": null, "grad_norm": null, "samples": [1, 2]}'
+    lost = '"loss": null, "grad_norm": null, "norms": [1.5, null]'
+    assert new == f'{{"step": 30, {lost}, "samples": [1, 2]}}'
 
 
 @pytest.mark.parametrize("clock", [0, 86_400])

@@ -1,5 +1,6 @@
 """The first step at which the records of two runs differ. Free of torch."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,14 @@ def compare_rows(a: Row, b: Row, groups: Sequence[str]) -> dict[str, float]:
         name: 0.0 if key in SUMS else relative(number(left), number(right))
         for key, words in WORDS.items()
         for name, left, right in _pairs(a.get(key), b.get(key), words, groups)
-        if left != right
+        if _recorded(left) != _recorded(right)
     }
+
+
+def _recorded(value: Any) -> Any:
+    """Return a value as a record has it, with None for a number that isn't finite: lines that were
+    just computed have that number, and not a number isn't equal to itself."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _pairs(a: Any, b: Any, words: str, groups: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
