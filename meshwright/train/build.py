@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.initial_load import family_there
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.on_ranks import AllRanks
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.excluded import ExcludedParts, find_excluded
@@ -15,6 +16,7 @@ from meshwright.datasets.loader import Loader, slots_of
 from meshwright.datasets.named_sources import entries
 from meshwright.datasets.samples import SampleRules
 from meshwright.datasets.stream import Cursor, OpenSource, SampleStream
+from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.metrics.reporter import Phases, Work
 from meshwright.models.decoder import Decoder
 from meshwright.models.parameter import block_of
@@ -166,6 +168,18 @@ def initialize_weights(resolved: ResolvedJob, model: LocalModel, ranks: AllRanks
             load_upcycled(weights, table, noise, seed, tensors)
     path = initial.place.path
     logger.info("initial weights from %s in %.1f s", path, time.perf_counter() - start)
+    if initial.manifest is not None:
+        warn_of_tokenizer(initial.manifest, resolved.tokenizer)
+
+
+def warn_of_tokenizer(saved: Manifest, tokenizer: Tokenizer) -> None:
+    """Warn if weights come from a job with another tokenizer: to them, ids mean other text. It may
+    be meant, as where tokens were added."""
+    before = saved["data_identity"].get("model.tokenizer_path", tokenizer.fingerprint)
+    if before != tokenizer.fingerprint:
+        words = "the initial weights were trained with another tokenizer, %s (%s): they know its "
+        words += "ids, and not those of this job's, %s, unless that only adds tokens"
+        logger.warning(words, saved["tokenizer_path"], before, tokenizer.fingerprint)
 
 
 def build_loader(

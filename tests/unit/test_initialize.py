@@ -1,12 +1,14 @@
 """Initial values: a function of seed, name and index, and normally distributed."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from meshwright.parallelisms import initialize
 from meshwright.parallelisms.initialize import fill_normal
+from meshwright.train.build import warn_of_tokenizer
 
 
 def whole(shape, seed=0, name="w") -> torch.Tensor:
@@ -74,3 +76,14 @@ def test_neighbours_are_independent() -> None:
     columns = torch.corrcoef(values[:, :20].T)
     for matrix in (rows, columns):
         assert (matrix - torch.eye(20)).abs().max() < 0.15  # 1000 samples: 4.7 standard errors
+
+
+def test_weights_of_another_tokenizer_are_a_warning(caplog) -> None:
+    """Sizes of vocabularies may be equal: nothing else shows it but a high loss."""
+    saved = {"tokenizer_path": "old.json", "data_identity": {"model.tokenizer_path": "abc"}}
+    warn_of_tokenizer(saved, Mock(fingerprint="abc"))
+    warn_of_tokenizer(saved | {"data_identity": {}}, Mock(fingerprint="abc"))
+    assert caplog.messages == []
+    warn_of_tokenizer(saved, Mock(fingerprint="def"))
+    (said,) = caplog.messages
+    assert said.startswith("the initial weights were trained with another tokenizer, old.json (abc")
