@@ -88,6 +88,11 @@ def test_the_mean_of_a_model_with_experts(tmp_path) -> None:
     assert_equal(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
 
 
+def test_a_checkpoint_without_an_average_says_so(checkpoint, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="the checkpoint has no average\n  fix: leave the aver"):
+        export([str(checkpoint), str(tmp_path / "out"), "--average"])
+
+
 def test_without_transformers_logits_are_not_compared(
     checkpoint, tmp_path, capsys, monkeypatch
 ) -> None:

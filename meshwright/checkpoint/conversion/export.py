@@ -81,6 +81,9 @@ class Export:
         self.weights = CheckpointWeights(
             place, lambda name: (MODEL if name in untrained else prefix) + name
         )
+        has_part = any(name.startswith(prefix) for name in self.weights.saved)
+        fix = "leave the average out: a job keeps it with checkpoint.average.decay"
+        place.check(has_part, f"the checkpoint has no {prefix.strip('.')}", fix)
         self.seq_len = int(manifest["data_identity"]["training.seq_len"])
         self.dtype, self.max_shard_size, self.is_fused = dtype, max_shard_size, is_fused
         self.untrained, self.factors = untrained, self.args.folded_factors
