@@ -173,6 +173,19 @@ def test_types_of_the_user_have_one_case_and_others_are_fp32(words, keys, gradie
     assert bounds_of(staged).tied == (3 * BF16 if keys[:1] == ["dtype"] else BF16)
 
 
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "bf16 sums", "user types"])
+def test_narrow_sums_over_ranks_narrow_no_bound(kind, float8) -> None:
+    """They come on top of what products differ by. Updates in float8 had the bound of fp32."""
+    _, cases = cases_of("--training.mixed_precision_param=bfloat16")
+    words = {"training": {"mixed_precision_reduce": "bfloat16"}, "float8": {"enable": float8}}
+    case = replace(cases[0], kind=kind, config=changed(cases[0].config, words))
+    wide, narrow = bounds_of(case), BOUNDS[case.bounds]
+    fields = ("loss", "grad_norm", "gradient", "update", "later_loss", "later_grad_norm")
+    assert [name for name in fields if getattr(wide, name) < getattr(narrow, name)] == []
+    assert wide.gradient > narrow.gradient
+
+
 def test_a_step_of_one_process_adds_up_in_fp32_whatever_the_reduction() -> None:
     config, _ = cases_of(
         "--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"

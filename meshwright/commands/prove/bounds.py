@@ -123,10 +123,16 @@ def bounds_of(case: Case) -> Bounds:
     if training.mixed_precision_reduce == "bfloat16":
         # both ranks' parts and their sum are rounded, for each of 4 microbatches; uncorrelated
         # ones are together sqrt(4) times as large as their sum
-        gradient = bounds.gradient + 3 * BF16 * 2
-        # Adam's update is nearly a sign, and as large a part of the signs may change
-        update = 2 * math.sqrt(gradient)
-        return replace(bounds, gradient=gradient, grad_norm=gradient, update=update)
+        sums = 3 * BF16 * 2
+        # Adam's update is nearly a sign, and as large a part of the signs may change; errors of
+        # products come from elsewhere, so squares of gradients' errors add up
+        update = math.sqrt(math.hypot(bounds.update**2, 4 * (bounds.gradient + sums)))
+        return replace(
+            bounds,
+            gradient=bounds.gradient + sums,
+            grad_norm=bounds.grad_norm + sums,
+            update=update,
+        )
     if training.dtype == "bfloat16":
         # each end of a pipeline rounds its own part as well, to store it
         tied = bounds.tied + 2 * BF16 if has_ends else 0.0
