@@ -1,9 +1,9 @@
 """Tokens per second of one Llama in our trainer, a bare loop and other trainers, side by side.
 
-Each runs in a process and an environment of its own (benchmarks/install_peers.sh), in turns,
-several rounds; a peer that is not installed is left out with a word. Steps during which something
-else used the machine are left out. Prints medians over rounds; --save NAME keeps them in
-benchmarks/results/.
+All have the same weights, batches and optimizer, so their losses are compared as well. Each runs
+in a process and an environment of its own (benchmarks/install_peers.sh), in turns, several rounds;
+a peer that is not installed is left out with a word. Steps during which something else used the
+machine are left out. Prints medians over rounds; --save NAME keeps them in benchmarks/results/.
 
     python benchmarks/throughput.py                               (bf16, eager and compiled)
     python benchmarks/throughput.py --modes compiled --rounds 5 --vocab 131072 --batch 1
@@ -52,6 +52,8 @@ class Run(NamedTuple):
     threads do not wait for each other in it."""
     disturbed: int
     """Steps left out."""
+    losses: list[float]
+    """Of each step."""
 
 
 def python_of(name: str) -> Path | None:
@@ -112,6 +114,7 @@ def run_once(contender: str, work: Workload) -> Run:
         result["peak_bytes"] / 2**30,
         median(cpu),
         len(times) - len(quiet),
+        result["losses"],
     )
 
 
@@ -134,7 +137,8 @@ def measure(
                 print(f"{name} is left out: {error}", file=sys.stderr)
                 del runs[name]
                 continue
-            print(f"  {index} {name:14} {run}", file=sys.stderr, flush=True)
+            figures = run._replace(losses=run.losses[-1:])
+            print(f"  {index} {name:14} {figures}", file=sys.stderr, flush=True)
             if index >= 0:
                 runs[name].append(run)
     return runs, limits
@@ -154,6 +158,10 @@ def table(runs: dict[str, list[Run]], work: Workload, limits: list[float]) -> li
     def ratio(ours: list[Run], theirs: list[Run]) -> float:
         pairs = zip(ours, theirs, strict=False)
         return round(median(a.tokens_per_s / b.tokens_per_s for a, b in pairs), 3)
+
+    def apart(ours: list[Run], theirs: list[Run]) -> float:
+        pairs = zip(ours[0].losses, theirs[0].losses, strict=True)
+        return max(abs(a - b) / b for a, b in pairs)
 
     rows = []
     first = next((own for own in runs.values() if own), [])
@@ -175,6 +183,7 @@ def table(runs: dict[str, list[Run]], work: Workload, limits: list[float]) -> li
                 "peak_gib": round(max(run.peak_gib for run in own), 2),
                 "cpu_s": round(median(run.cpu_s for run in own), 3),
                 "first_step_s": round(median(run.first_step_s for run in own), 1),
+                "loss_apart": f"{apart(first, own):.1e}",
                 "disturbed_steps": sum(run.disturbed for run in own),
                 "rounds": len(own),
             }

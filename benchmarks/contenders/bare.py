@@ -3,9 +3,9 @@
 import os
 
 import torch
-from plain_llama import PlainLlama
+from plain_llama import build
 from torch import nn
-from workload import Stopwatch, from_command_line, random_tokens
+from workload import BETAS, LR, Stopwatch, from_command_line, random_tokens
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if watch.device.type == "cuda":
         torch.cuda.set_device(rank)
-    model = PlainLlama(w).to(watch.device)
+    model = build(w, watch.device)
     if w.ranks > 1:
         import torch.distributed as dist
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,7 +25,9 @@ def main() -> None:
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True
+    )
     if w.compile:
         if w.ranks > 1:
             for block in model.blocks:
@@ -40,7 +42,7 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        watch.step()
+        watch.step(loss)
     watch.report()
     os._exit(0)  # gloo's threads can abort during the interpreter's teardown
 

@@ -4,8 +4,8 @@ import os
 
 import torch
 from lightning_fabric import Fabric
-from plain_llama import PlainLlama
-from workload import Stopwatch, from_command_line, random_tokens
+from plain_llama import build
+from workload import BETAS, LR, Stopwatch, from_command_line, random_tokens
 
 
 def main() -> None:
@@ -17,12 +17,12 @@ def main() -> None:
         accelerator=watch.device.type, devices=w.ranks, strategy=strategy, precision=precision
     )
     fabric.launch()
-    model = PlainLlama(w)
+    model = build(w, watch.device)
     if w.compile:
         model = torch.compile(model)
     model = fabric.setup_module(model)
     optimizer = fabric.setup_optimizers(
-        torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), fused=True)
+        torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
     )
     for batch in fabric.to_device(random_tokens(w, w.steps)):
         loss = model(batch[:, :-1], batch[:, 1:])
@@ -31,7 +31,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        watch.step()
+        watch.step(loss)
     watch.report()
     os._exit(0)
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from workload import Workload
+from workload import Workload, fill
 
 
 class Block(nn.Module):
@@ -40,6 +40,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
+def build(w: Workload, device: torch.device) -> "PlainLlama":
+    """Return the model with the weights that all contenders start with."""
+    with torch.device(device):
+        model = PlainLlama(w)
+    fill(model.named_parameters(), head=w.dim // w.n_heads)
+    return model
+
+
 class PlainLlama(nn.Module):
     """Embedding, blocks, norm, output; gives the mean loss."""
 
@@ -53,9 +61,6 @@ class PlainLlama(nn.Module):
         angle = torch.outer(torch.arange(w.seq_len), frequency)
         self.register_buffer("cos", angle.cos())
         self.register_buffer("sin", angle.sin())
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """(B, S) each -> ()."""

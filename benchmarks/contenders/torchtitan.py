@@ -33,11 +33,12 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec  # noqa: E402
+from torchtitan.models.llama3.model.args import RoPEScalingArgs  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
 sys.path.insert(0, str(here))
-from workload import Stopwatch, from_command_line, random_tokens  # noqa: E402
+from workload import LR, Stopwatch, fill, from_command_line, random_tokens  # noqa: E402
 
 
 class NoMonitor(metrics.DeviceMemoryMonitor):
@@ -69,11 +70,17 @@ class WatchedTrainer(Trainer):
     """Notes every step."""
 
     watch: Stopwatch
+    loss: torch.Tensor
+
+    def forward_backward_step(self, **inputs: object) -> torch.Tensor:
+        """As it was; the loss is kept."""
+        self.loss = super().forward_backward_step(**inputs)
+        return self.loss
 
     def train_step(self, data_iterator: object) -> None:
         """As it was, and a mark."""
         super().train_step(data_iterator)
-        self.watch.step()
+        self.watch.step(self.loss)
 
 
 def main() -> None:
@@ -88,6 +95,7 @@ def main() -> None:
         vocab_size=w.vocab,
         multiple_of=w.hidden_dim,  # it rounds 8/3 D up to a multiple
         rope_theta=500000,
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),  # positions as they are
     )
     spec.build_tokenizer_fn = None
     spec.build_dataloader_fn = lambda **_: RandomTokens(
@@ -116,13 +124,19 @@ def main() -> None:
             f"--training.seq_len={w.seq_len}",
             f"--training.steps={w.steps}",
             f"--training.mixed_precision_param={w.dtype}",
+            f"--optimizer.lr={LR}",
+            "--optimizer.weight_decay=0.0",
             "--optimizer.implementation=fused",
+            "--lr_scheduler.warmup_steps=0",
+            "--lr_scheduler.total_steps=1000000000",
             "--metrics.log_freq=1",
             "--activation_checkpoint.mode=none",
         ]
         words += ["--compile.enable"] if w.compile else []
         init_logger()
         trainer = WatchedTrainer(ConfigManager().parse_args(words))
+        (model,) = trainer.model_parts
+        fill(model.named_parameters())
         trainer.watch = watch
         trainer.train()
     watch.report()

@@ -4,14 +4,38 @@ It imports torch alone: contenders run in environments that lack meshwright.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import resource
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+LR, BETAS = 8e-4, (0.9, 0.95)
+"""Of AdamW, in every step and without weight decay; gradients are clipped to the norm 1."""
+NAMES = {
+    "_orig_mod.": "",
+    "model.": "",
+    "blocks.": "layers.",
+    "embedding.": "tok_embeddings.",
+    "embed_tokens.": "tok_embeddings.",
+    "lm_head.": "output.",
+    "attention.": "",
+    "self_attn.": "",
+    "feed_forward.": "",
+    "mlp.": "",
+    **{f"{letter}_proj.": f"w{letter}." for letter in "qkvo"},
+    "gate_proj.": "w1.",
+    "down_proj.": "w2.",
+    "up_proj.": "w3.",
+}
+"""Parts of a parameter's name in some contender, and what they are in all."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +76,10 @@ def job_keys(work: Workload, folder: object) -> dict[str, object]:
         "training.seq_len": work.seq_len,
         "training.local_batch_size": work.batch,
         "training.steps": work.steps,
+        "optimizer.lr": LR,
+        "optimizer.weight_decay": 0.0,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.total_steps": 10**9,
         "training.mixed_precision_param": work.dtype,
         "compile.enable": str(work.compile).lower(),
         "metrics.log_freq": 1,
@@ -77,15 +105,44 @@ def random_tokens(workload: Workload, count: int) -> torch.Tensor:
     return torch.randint(workload.vocab, shape, generator=generator)
 
 
+@torch.no_grad()
+def fill(parameters: Iterable[tuple[str, Tensor]], head: int = 0) -> None:
+    """Give each parameter the value of its name: the same for every contender on one device.
+
+    Args:
+        head: width of a head, for a model whose rotary pairs are the halves of a head; others
+            rotate neighbors, so rows of queries and keys are in another order.
+    """
+    for name, parameter in parameters:
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
+        generator = torch.Generator(parameter.device).manual_seed(seed)
+        value = torch.empty(parameter.shape, device=parameter.device)
+        value.normal_(0.0, 0.02, generator=generator)
+        if head and name.endswith(("wq.weight", "wk.weight")):
+            pairs = value.view(-1, head // 2, 2, value.shape[1])
+            value = pairs.transpose(1, 2).reshape(value.shape)
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        parameter.copy_(value)
+
+
 class Stopwatch:
-    """Notes every step: its end, and how busy this process and the whole machine have been."""
+    """Notes every step: its loss, its end, and how busy this process and the whole machine have
+    been."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.marks: list[tuple[float, float, float]] = []
+        self.losses: list[float | Tensor] = []
 
-    def step(self) -> None:
+    def step(self, loss: float | Tensor) -> None:
         """Call after each step."""
+        self.losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         times = os.times()
@@ -98,7 +155,9 @@ class Stopwatch:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if int(os.environ.get("RANK", "0")) == 0:
-            print("RESULT " + json.dumps({"marks": self.marks, "peak_bytes": peak}), flush=True)
+            losses = [float(loss) for loss in self.losses]
+            result = {"marks": self.marks, "peak_bytes": peak, "losses": losses}
+            print("RESULT " + json.dumps(result), flush=True)
 
 
 def machine_busy_s() -> float:

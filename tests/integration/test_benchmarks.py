@@ -15,7 +15,10 @@ SMALL = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 
 FLAGS = [f"--{name.replace('_', '-')}={size}" for name, size in SMALL.items()]
 OURS = ("--modes=eager", "--rounds=1", "--steps=5", "--seq-len=64", *FLAGS)
 CASES = {  # words, and what the output has
-    "throughput": ([*OURS, "--contenders", "ours", "bare"], r"\| ours \| \d.*\n\| bare \| \d"),
+    "throughput": (  # losses of the same steps, too
+        [*OURS, "--dtype=float32", "--contenders", "ours", "bare"],
+        r"\| ours \| \d.*\n\| bare \| \d.*(e-0[6-9]| 0\.0e\+00) \| \d \| 1 \|",
+    ),
     "roofline": ([json.dumps(SMALL)], r'"products_flops_per_s": .*"copy_bytes_per_s": \d'),
     "attention": (["--sizes=1x64", "--repeats=2", "--dtype=float32"], r"own +forward|no kernel: "),
     "linear_attention": (["--sizes=1x70", "--repeats=2"], r"recurrence +forward .*, errors \d"),
