@@ -37,14 +37,17 @@ def restored_process() -> Iterator[None]:
 
 @contextmanager
 def usual_torch() -> Iterator[None]:
-    """Within, torch records gradients and makes fp32 tensors on the CPU unless it is told, whatever
-    the caller has set; afterwards the caller's settings count again."""
+    """Within, torch records gradients, computes in the types of its inputs, and makes fp32 tensors
+    on the CPU unless it is told, whatever the caller has set; afterwards the caller's settings
+    count again."""
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float32)
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(False))  # which records gradients, too
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         if device.type != "cpu":  # a mode, which every call of torch would pass through
             stack.enter_context(torch.device("cpu"))
         yield

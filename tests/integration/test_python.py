@@ -143,7 +143,7 @@ def test_a_session_writes_to_its_folder_wherever_the_caller_goes(
 
 
 def test_what_the_caller_has_set_in_torch_changes_nothing(tmp_path: Path) -> None:
-    """Each ended the first step, or a load, with an error of torch."""
+    """Each ended the first step, or a load, with an error of torch; autocast changed its loss."""
 
     def use(folder: Path) -> tuple[object, ...]:
         with mw.Session(small(folder)) as session:
@@ -155,8 +155,10 @@ def test_what_the_caller_has_set_in_torch_changes_nothing(tmp_path: Path) -> Non
     want, before = use(tmp_path / "a"), (torch.get_default_dtype(), torch.is_grad_enabled())
     try:
         torch.set_default_dtype(torch.bfloat16)
-        with torch.inference_mode(), torch.device("meta"):
+        bf16 = torch.autocast("cpu", torch.bfloat16)
+        with torch.inference_mode(), torch.device("meta"), bf16:
             assert use(tmp_path / "b") == want
+            assert torch.is_autocast_enabled("cpu")
             assert torch.is_inference_mode_enabled()
             assert torch.get_default_device().type == "meta"
         assert torch.get_default_dtype() == torch.bfloat16
