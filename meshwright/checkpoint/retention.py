@@ -195,10 +195,11 @@ def set_aside_later(folder: Path, step: int, *, is_named: bool) -> None:
                 rule += "this key trains it again"
                 fix = f"leave it out to resume from the newest, or delete {folder}/*.aside*"
                 raise config_error("checkpoint.load_step", step, rule, fix)
+        # this run's own step of that number is another; before, so that a kill leaves no name of it
+        if _marked(folder, [*later]) is not None:
+            (folder / BEST_FILE).unlink()
         for path in later.values():
             logger.info("set aside a later checkpoint as %s", commit.set_aside(path))
-        if _marked(folder, [*later]) is not None:  # this run's own step of that number is another
-            (folder / BEST_FILE).unlink()
     except OSError as error:
         what = f"checkpoints after step {step} cannot be set aside: {error}"
         fix = f"make {folder} writable, or remove them"

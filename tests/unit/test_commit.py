@@ -252,7 +252,10 @@ def test_the_best_that_is_set_aside_is_no_longer_marked(tmp_path: Path) -> None:
     assert mark_best(tmp_path) == 20
     set_aside_later(tmp_path, 20, is_named=False)
     assert (tmp_path / "best.json").exists()
-    set_aside_later(tmp_path, 10, is_named=False)
+    killed = patch.object(retention.logger, "info", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        set_aside_later(tmp_path, 10, is_named=False)
+    set_aside_later(tmp_path, 10, is_named=False)  # by the next start
     assert not (tmp_path / "best.json").exists()
     publish(tmp_path, 20)
     assert mark_best(tmp_path) is None
