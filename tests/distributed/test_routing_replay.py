@@ -3,6 +3,7 @@ PyTorch."""
 
 import dataclasses
 import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from meshwright.models.decoder import Routing
 from meshwright.models.loss import IGNORE, Batch
-from meshwright.parallelisms.routing_replay import record_choices, replay_choices
+from meshwright.parallelisms.routing_replay import record_choices, replay_choices, routed
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.job import GLOBAL_BATCH, SCHEDULES, Job, mesh
 from tests.helpers.rounding import adamw
@@ -108,6 +109,15 @@ def test_a_mesh_records_and_replays_as_one_process(
 ) -> None:
     ranks = mesh(**axes).num_ranks
     on_ranks(ranks, records_and_replays, axes, num_microbatches, options)
+
+
+def test_a_step_is_recorded_on_after_a_forward_that_is_not() -> None:
+    """As of `layer_stats`, within the step."""
+    told, other = Told(), Routing()
+    stages = [Mock(routing=told), Mock(routing=other)]
+    with routed(stages, Routing()):
+        assert not {told, other} & {stage.routing for stage in stages}
+    assert [stage.routing for stage in stages] == [told, other]
 
 
 @pytest.mark.ranks(1)

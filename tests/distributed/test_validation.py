@@ -168,7 +168,7 @@ def test_the_loss_of_several_sets_is_their_mean_beside_each(monkeypatch) -> None
 
 def test_a_source_without_a_label_says_why_it_has_no_loss(monkeypatch, caplog) -> None:
     plan = resolved(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
-    monkeypatch.setattr(parts, "evaluate", Mock(side_effect=[(0.0, 0, 0), (2.0, 1, 1)]))
+    monkeypatch.setattr(parts, "evaluate", Mock(side_effect=[(0.0, 0, 0), (0.0, 1, 1)]))
     names = ("chats", "text")
     sources = [CachedSource(SourceEntry("validation", name, Source()), Mock()) for name in names]
     validate = parts.Validation(plan, sources, Mock(), torch.device("cpu"))

@@ -16,7 +16,7 @@ from tests.helpers.cli import check_job, export
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import SMALL, load_hf, save_checkpoint, save_transformers
-from tests.helpers.jobs import CONFIG, losses, train_alone, train_on_ranks
+from tests.helpers.jobs import CONFIG, ROOT, losses, train_alone, train_on_ranks
 
 INDEX = "model.safetensors.index.json"
 MODEL = {
@@ -34,7 +34,9 @@ def words(**changed: object) -> list[str]:
 
 def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, capsys) -> None:
     folder = save_transformers(tmp_path / "folder")
-    checkpoint = save_checkpoint(tmp_path / "other" / "checkpoint", load_hf(folder), SMALL)
+    checkpoints, other = tmp_path / "other" / "checkpoint", ROOT / "assets/tokenizers"
+    tokenizer = str(other / "python_2k.model")
+    checkpoint = save_checkpoint(checkpoints, load_hf(folder), SMALL, tokenizer_path=tokenizer)
     starts = {
         "hf": words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True),
         "ours": words(checkpoint__initial_load_path=tmp_path / "other"),
@@ -44,6 +46,8 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
         done = train(tmp_path / name, *options, "--training.steps", 2)
         figures[name] = losses(tmp_path / name)
         assert "initial weights from" in done.stdout
+        warns = "initial weights were trained with another tokenizer" in done.stdout
+        assert warns == (name == "ours")
     assert figures["hf"].keys() == {1, 2}
     # weights of zero give log(259) = 5.56, fresh ones about 6.06
     assert 5.58 < figures["hf"][1][0] < 5.85  # by Python, whose sources are the data

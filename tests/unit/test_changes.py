@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -13,7 +14,15 @@ import pytest
 from meshwright.checkpoint import listing
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff
-from meshwright.config.changes import ABSENT, Difference, changed, differences, shown, to_json
+from meshwright.config.changes import (
+    ABSENT,
+    Difference,
+    changed,
+    differences,
+    from_json,
+    shown,
+    to_json,
+)
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
@@ -80,7 +89,9 @@ def test_the_same_job_says_nothing(resume, caplog) -> None:
     infinite = ("--training.max_norm", "inf")
     drift = resume(*infinite, saved_with=infinite)
     assert said(drift, caplog) == []
-    json.dumps(to_json(drift.config), allow_nan=False)
+    text = json.dumps(to_json(drift.config), allow_nan=False)
+    assert JobConfig.model_validate(from_json(json.loads(text))) == drift.config
+    assert from_json({"options": {"least": "-Infinity"}}) == {"options": {"least": -math.inf}}
 
 
 def test_changed_keys_are_listed_in_one_line(resume, caplog) -> None:

@@ -311,6 +311,9 @@ def test_where_a_job_writes_is_shown_and_is_no_difference(tmp_path, capsys) -> N
     assert any("wherever it writes: job.dump_folder, job.config_file" in line for line in lines)
     set_manifest(b, config={"job": job, "training": {"steps": 4}})
     assert run(capsys, "diff", a, b)[0] == 1
+    for one in (a, b):  # a fact of a script's, of which nothing is known
+        set_manifest(one, config={}, job={"dump_folder": one.name})
+    assert run(capsys, "diff", a, b)[0] == 1
 
 
 def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> None:

@@ -1,14 +1,17 @@
 """Libraries that a killed job has left unfinished in the cache of torch.compile."""
 
 import fcntl
+import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch._inductor.cpu_vec_isa
 from torch._inductor.codecache import CppCodeCache
 
+from meshwright.parallelisms import compiled_libraries
 from meshwright.parallelisms.compiled_libraries import is_whole, remove_unfinished
 
 
@@ -61,6 +64,28 @@ def test_a_library_that_is_being_linked_stays(library) -> None:
     remove_unfinished.cache_clear()
     remove_unfinished()
     assert not library.exists()
+
+
+def test_a_library_that_was_finished_meanwhile_stays(library, monkeypatch) -> None:
+    """By another process, between the look and its lock."""
+    looks = iter([False, True])
+    monkeypatch.setattr(compiled_libraries, "is_whole", lambda path: next(looks))
+    remove_unfinished()
+    assert library.exists()
+
+
+def test_libraries_of_other_users_stay(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library = tmp_path / "torchinductor_me/ab/cab.main.so"
+    for folder in (library.parent, library.parents[1] / "locks"):
+        folder.mkdir(parents=True)
+    library.touch()
+    for user, stays in ((os.getuid() + 1, True), (os.getuid(), False)):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        remove_unfinished.cache_clear()
+        remove_unfinished()
+        assert library.exists() == stays
 
 
 def test_what_a_linker_leaves_that_is_killed(library, tmp_path) -> None:

@@ -191,6 +191,8 @@ def test_odd_spellings_of_deepseek_are_read_as_transformers_reads_them(tmp_path)
     old = {**written["rope_scaling"], "type": "yarn"}
     del old["rope_type"]
     assert value("rope_scaling", rope_scaling=old) == CASES["deepseek_v3-mscale"].rope_scaling
+    plain = {"rope_type": "default", "factor": 8.0, "low_freq_factor": 1.0}  # which says nothing
+    assert value("rope_scaling", rope_scaling=plain) is None
     for key, wrong in {
         "head_dim": 3,
         "first_k_dense_replace": -1,

@@ -83,6 +83,8 @@ def test_a_pipeline_waits_for_a_last_stage_that_computes_all_at_once(
     ]
     plan = plan_job(load_config(words), 4, is_gpu=True)
     assert bubble(plan, backward) == pytest.approx(wait / (2 * 8 + wait))
+    alone = [word for word in words if "degree" not in word]
+    assert bubble(plan_job(load_config(alone), 1, is_gpu=True), backward) == 0
 
 
 def test_devices_are_found_by_name_or_by_gib() -> None:

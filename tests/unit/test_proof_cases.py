@@ -183,7 +183,9 @@ def test_narrow_sums_over_ranks_narrow_no_bound(kind, float8) -> None:
     wide, narrow = bounds_of(case), BOUNDS[case.bounds]
     fields = ("loss", "grad_norm", "gradient", "update", "later_loss", "later_grad_norm")
     assert [name for name in fields if getattr(wide, name) < getattr(narrow, name)] == []
-    assert wide.gradient > narrow.gradient
+    assert (wide.gradient > narrow.gradient, wide.grad_norm > narrow.grad_norm) == (True, True)
+    # squares of 4 times the gradients' errors
+    assert wide.update**4 == pytest.approx(narrow.update**4 + (4 * wide.gradient) ** 2)
 
 
 def test_a_step_of_one_process_adds_up_in_fp32_whatever_the_reduction() -> None:
