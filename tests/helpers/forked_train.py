@@ -23,7 +23,7 @@ LIMIT_S = 900
 
 def experiment(*words: object) -> str:
     """Run `meshwright experiment` in this process, and return what it prints."""
-    printed, own = io.StringIO(), mock.patch.object(worker.Worker, "_train", staticmethod(train))
+    printed, own = io.StringIO(), mock.patch.object(worker.Worker, "_train", train)
     code: object = 0
     with own, contextlib.redirect_stdout(printed):
         try:
@@ -34,12 +34,13 @@ def experiment(*words: object) -> str:
     return printed.getvalue()
 
 
-def train(arm: Arm, folder: Path, settings: Values) -> int:
+def train(self: worker.Worker, arm: Arm, folder: Path, settings: Values) -> int:
     """Run the ranks of a job in a dump folder, as `Worker._train` does; return its exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     keys = arm.keys | settings | {"job.dump_folder": str(folder)}
     keys |= {"checkpoint.enable": True, "checkpoint.folder": worker.CHECKPOINTS}
-    words = ["--job.config_file", arm.config, *(f"--{k}={as_word(v)}" for k, v in keys.items())]
+    config = self._document.file.parent / arm.config
+    words = ["--job.config_file", config, *(f"--{k}={as_word(v)}" for k, v in keys.items())]
     variables = environment(OMP_NUM_THREADS=1, TORCHINDUCTOR_COMPILE_THREADS=1)
     done = ForkedRanks(arm.ranks, [ROOT / "train.py", *words], variables).wait(LIMIT_S)
     with open(folder / "console.log", "a") as console:
