@@ -80,7 +80,7 @@ class WatchedTrainer(Trainer):
     def train_step(self, data_iterator: object) -> None:
         """As it was, and a mark."""
         super().train_step(data_iterator)
-        self.watch.step(self.loss)
+        self.watch.step(self.loss * torch.distributed.get_world_size())  # by all ranks' tokens
 
 
 def main() -> None:
