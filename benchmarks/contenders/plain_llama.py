@@ -40,14 +40,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
-def build(w: Workload, device: torch.device) -> "PlainLlama":
-    """Return the model with the weights that all contenders start with."""
-    with torch.device(device):
-        model = PlainLlama(w)
-    fill(model.named_parameters(), head=w.dim // w.n_heads)
-    return model
-
-
 class PlainLlama(nn.Module):
     """Embedding, blocks, norm, output; gives the mean loss."""
 
@@ -69,3 +61,11 @@ class PlainLlama(nn.Module):
             x = block(x, self.cos, self.sin)
         logits = self.output(self.norm(x)).flatten(0, 1).float()
         return F.cross_entropy(logits, labels.flatten())
+
+
+def build(w: Workload, device: torch.device) -> PlainLlama:
+    """Return the model with the weights that all contenders start with."""
+    with torch.device(device):
+        model = PlainLlama(w)
+    fill(model.named_parameters(), head=w.dim // w.n_heads)
+    return model

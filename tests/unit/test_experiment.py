@@ -269,6 +269,17 @@ def test_a_copy_of_the_folder_trains_its_own_base(lab, tmp_path_factory) -> None
     assert files == [copy / "tiny.toml", copy / "other.toml", lab.folder / "other.toml"]
 
 
+def test_a_base_behind_a_link_is_the_one_that_the_path_means(lab, tmp_path_factory) -> None:
+    """`..` of a link is the folder that holds what it points to."""
+    there = tmp_path_factory.mktemp("there")
+    (there / "sub").mkdir()
+    shutil.copy(lab.folder / "tiny.toml", there / "far.toml")
+    (lab.folder / "link").symlink_to(there / "sub")
+    document = read_spec(lab.write('[arms.a]\nbase = "link/../far.toml"\n').file)
+    register(document)
+    assert (lab.folder / load(document).arms["a"].config).resolve() == there / "far.toml"
+
+
 def test_nested_keys_of_all_runs_are_keys(lab) -> None:
     """The experiment would set its own frequency otherwise."""
     lab.write(ARMS + "[common.validation]\nfreq = 8\n")("run")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from argparse import Namespace
 from contextlib import chdir
 from dataclasses import asdict, dataclass, field
@@ -116,7 +115,7 @@ def path_of(document: Document, name: str = "", key: str = "base") -> str:
         written, folder = name or document.spec.base, document.file.parent
         path = find_config(written, folder)
         is_beside = path == folder / written and not Path(written).is_absolute()
-        return os.path.relpath(path, folder) if is_beside else str(path.absolute())
+        return str(path.relative_to(folder) if is_beside else path.absolute())
     except ConfigError as error:
         raise ConfigError(key, str(error)) from None
 
