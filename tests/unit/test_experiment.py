@@ -273,7 +273,8 @@ def test_a_base_behind_a_link_is_the_one_that_the_path_means(lab, tmp_path_facto
     """`..` of a link is the folder that holds what it points to."""
     there = tmp_path_factory.mktemp("there")
     (there / "sub").mkdir()
-    shutil.copy(lab.folder / "tiny.toml", there / "far.toml")
+    far = f'extends = "{lab.folder}/tiny.toml"\noptimizer.lr = 1e-3\n'
+    (there / "far.toml").write_text(far)
     (lab.folder / "link").symlink_to(there / "sub")
     document = read_spec(lab.write('[arms.a]\nbase = "link/../far.toml"\n').file)
     register(document)
